@@ -39,6 +39,7 @@ format: $(STAMP) ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 
 build: $(STAMP) ## Build the sdist and the wheel in dist/
+	rm -rf build dist  # setuptools would pack leftovers
 	$(BIN)/python -m build --no-isolation
 
 clean: ## Remove .venv, caches and build output
