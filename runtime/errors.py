@@ -1,0 +1,78 @@
+"""Everything Turngate raises, by the boundary the error crossed.
+
+    TurngateError
+    ├── ConfigError     (ValueError)    what the user asked for cannot work
+    ├── EndpointError   (RuntimeError)  the inference server failed or answered nonsense
+    │   ├── EndpointTimeout (TimeoutError)
+    │   ├── EndpointRefused             the server said no (4xx): retrying cannot help
+    │   └── MalformedReply              the server answered, but not with what was asked for
+    ├── EnvError        (RuntimeError)  the environment raised or hung
+    ├── ToolError       (RuntimeError)  a tool raised or hung
+    ├── LearnerError    (RuntimeError)  the learner failed or its process died
+    ├── PublishError    (RuntimeError)  new weights did not reach the server; the old version still serves
+    ├── RecordError     (ValueError)    a record contradicts itself
+    └── StalenessError  (RuntimeError)  a token older than the bound reached a batch: a bug, never data
+"""
+
+__all__ = [
+    "ConfigError",
+    "EndpointError",
+    "EndpointRefused",
+    "EndpointTimeout",
+    "EnvError",
+    "LearnerError",
+    "MalformedReply",
+    "PublishError",
+    "RecordError",
+    "StalenessError",
+    "ToolError",
+    "TurngateError",
+]
+
+
+class TurngateError(Exception):
+    """Base of every error Turngate raises on purpose."""
+
+
+class ConfigError(TurngateError, ValueError):
+    """What the user asked for cannot work; the message says what would."""
+
+
+class EndpointError(TurngateError, RuntimeError):
+    """The inference server failed, after the retries that could help."""
+
+
+class EndpointTimeout(EndpointError, TimeoutError):
+    """The inference server did not answer within its deadline."""
+
+
+class EndpointRefused(EndpointError):
+    """The inference server refused the request (4xx); sending it again cannot help."""
+
+
+class MalformedReply(EndpointError):
+    """The inference server answered, but the reply lacks or garbles what was asked for."""
+
+
+class EnvError(TurngateError, RuntimeError):
+    """The environment raised, hung, or broke its contract."""
+
+
+class ToolError(TurngateError, RuntimeError):
+    """A tool raised or hung."""
+
+
+class LearnerError(TurngateError, RuntimeError):
+    """The learner failed, or the process that runs it died."""
+
+
+class PublishError(TurngateError, RuntimeError):
+    """New weights did not reach the server; the old version is still serving."""
+
+
+class RecordError(TurngateError, ValueError):
+    """A trajectory contradicts itself: lengths, versions, or log-probs do not fit together."""
+
+
+class StalenessError(TurngateError, RuntimeError):
+    """A token older than the bound was about to be consumed. A bug: please report it with the message."""

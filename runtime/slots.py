@@ -1,0 +1,70 @@
+"""A bounded number of live rollouts, granted oldest group first."""
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from turngate.runtime.errors import ConfigError
+
+__all__ = ["Slots"]
+
+
+class Slots:
+    """Permits for live rollouts. The waiter with the lowest priority number goes first, ties in order of arrival."""
+
+    # State.
+    held: int  # permits out now
+    _waiting: list[tuple[int, int, asyncio.Future[None]]]  # heap of (priority, arrival, grant)
+    _arrivals: int
+
+    def __init__(self, total: int) -> None:
+        """Offer `total` permits."""
+        if total < 1:
+            raise ConfigError(f"max_concurrent must be 1 or more: got {total}")
+        self.total = total
+        self.held = 0
+        self._waiting = []
+        self._arrivals = 0
+
+    def __repr__(self) -> str:
+        return f"<Slots {self.held}/{self.total} held, {len(self._waiting)} waiting>"
+
+    @property
+    def waiting(self) -> int:
+        """Number of rollouts in line."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def hold(self, priority: int = 0) -> AsyncIterator[None]:
+        """Hold one permit; it is given back however the body ends. Cancelling the wait leaves nothing behind."""
+        await self._acquire(priority)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _acquire(self, priority: int) -> None:
+        if self.held < self.total and not self._waiting:
+            self.held += 1
+            return
+        grant: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrivals += 1
+        heapq.heappush(self._waiting, (priority, self._arrivals, grant))
+        try:
+            await grant
+        except asyncio.CancelledError:
+            if grant.done() and not grant.cancelled():
+                self._release()  # granted and cancelled in the same tick: pass it on
+            else:
+                self._waiting = [entry for entry in self._waiting if entry[2] is not grant]
+                heapq.heapify(self._waiting)
+            raise
+
+    def _release(self) -> None:
+        self.held -= 1
+        while self._waiting and self.held < self.total:
+            grant = heapq.heappop(self._waiting)[2]
+            if not grant.done():
+                self.held += 1
+                grant.set_result(None)

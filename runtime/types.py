@@ -1,0 +1,239 @@
+"""The values that flow through the runtime, one type per stage. Read this first.
+
+    Task -> run_rollout -> Trajectory -> Group -> Buffer -> Batch -> Learner -> UpdateReport
+
+A trajectory holds its tokens as segments: sequences whose prefix really was the model's input. Arrays inside a
+segment are token aligned (index s belongs to token s) and stored as bytes in machine byte order.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from turngate.envs.base import End, Snapshot, Task, ToolCall
+
+__all__ = [
+    "NO_TURN",
+    "NO_VERSION",
+    "Batch",
+    "Completion",
+    "Group",
+    "Message",
+    "Sampling",
+    "Segment",
+    "Trajectory",
+    "Turn",
+    "UpdateReport",
+]
+
+NO_TURN = -1
+"""turn_ids entry of a token that belongs to no turn (context)."""
+NO_VERSION = -1
+"""versions entry of a token that no policy produced."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One chat message, encoded to JSON as the OpenAI API spells it."""
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How completions are drawn. The defaults sample the policy itself."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    max_tokens: int = 64
+    """Cap on generated tokens per turn."""
+    stop: tuple[str, ...] = ()
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What an endpoint sampled for one context."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    """Ids as sampled, the stop token included if one was sampled. Empty when the server gives none."""
+    logprobs: Sequence[float] = ()
+    """Log-probability of each sampled token under the distribution it was drawn from; aligned with token_ids."""
+    versions: Sequence[int] = ()
+    """Policy version that produced each token; aligned with token_ids."""
+    prompt_token_ids: Sequence[int] = ()
+    """The ids the server really saw. Empty when the server gives none."""
+    stop_reason: str = "stop"
+    """`stop`: the model ended its turn. `length`: cut at max_tokens. `tool_calls`: the turn is tool calls."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    version_sent: int = 0
+    version_received: int = 0
+    """Published policy version as the client knew it when it sent the request and when the reply arrived."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One action and what the environment made of it."""
+
+    index: int
+    segment: int
+    """Which segment of the trajectory holds the action's tokens."""
+    start: int
+    """Position of the action's first token inside that segment."""
+    length: int
+    """Number of generated tokens, the stop token included."""
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_reason: str = "stop"
+    observation: str = ""
+    """What the environment answered, for people; the tokens are in the segments."""
+    rewards: dict[str, float] = {}
+    valid: bool = True
+    version_sent: int = 0
+    version_received: int = 0
+    model_s: float = 0.0
+    env_s: float = 0.0
+    """Seconds waited for the model and for the environment."""
+    value: float | None = None
+    snapshot: Snapshot | None = None
+    """State before the action, when the rollout was asked to keep snapshots."""
+    state: dict[str, Any] | None = None
+
+    @property
+    def reward(self) -> float:
+        """Sum of the reward components."""
+        return sum(self.rewards.values())
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """One token sequence the model really saw or sampled, position by position."""
+
+    token_ids: bytes
+    """int32 ids."""
+    policy_mask: bytes
+    """uint8, 1 on tokens this segment's context generated, 0 on context."""
+    logprobs: bytes
+    """float32 behaviour log-probs, 0 on context."""
+    versions: bytes
+    """int32 policy version, NO_VERSION on context."""
+    turn_ids: bytes
+    """int32 turn index, NO_TURN on context."""
+
+    def __len__(self) -> int:
+        return len(self.policy_mask)
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        policy_mask: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        turn_ids: Sequence[int],
+    ) -> "Segment":
+        """Build a segment from plain sequences of equal length."""
+        lengths = {len(token_ids), len(policy_mask), len(logprobs), len(versions), len(turn_ids)}
+        if len(lengths) != 1:
+            raise ValueError(f"segment arrays must have one length: got {sorted(lengths)}; align them by token")
+        return cls(
+            array("i", token_ids).tobytes(),
+            bytes(policy_mask),
+            array("f", logprobs).tobytes(),
+            array("i", versions).tobytes(),
+            array("i", turn_ids).tobytes(),
+        )
+
+    def ids(self) -> "memoryview[int]":
+        """Token ids as a view of ints; no copy."""
+        return memoryview(self.token_ids).cast("i")
+
+    def logprob_values(self) -> "memoryview[float]":
+        """Behaviour log-probs as a view of floats; no copy."""
+        return memoryview(self.logprobs).cast("f")
+
+    def version_values(self) -> "memoryview[int]":
+        """Policy versions as a view of ints; no copy."""
+        return memoryview(self.versions).cast("i")
+
+    def turn_values(self) -> "memoryview[int]":
+        """Turn ids as a view of ints; no copy."""
+        return memoryview(self.turn_ids).cast("i")
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One episode: what the model saw, what it did, what came of it, and how it ended."""
+
+    id: str
+    task: Task
+    group_id: str = ""
+    member: int = 0
+    seed: int = 0
+    turns: tuple[Turn, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    end: End
+    error: str = ""
+    """What went wrong, when the machinery failed."""
+    messages: tuple[Message, ...] = ()
+    """The whole history, for people; training never reads it."""
+    last_context: bytes = b""
+    """int32 ids of the context after the last step, for bootstrapping a truncation; empty when not known."""
+    trainable: bool = True
+    """False when the server gave no token ids or log-probs; `untrainable_because` says which."""
+    untrainable_because: str = ""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """Undiscounted return: the sum of all turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def outcome(self) -> float:
+        """Sum of the gold reward component `outcome` alone."""
+        return sum(turn.rewards.get("outcome", 0.0) for turn in self.turns)
+
+    @property
+    def policy_tokens(self) -> int:
+        """Number of generated tokens."""
+        return sum(turn.length for turn in self.turns)
+
+    def version_range(self) -> tuple[int, int]:
+        """Oldest and newest policy version among the generated tokens; (NO_VERSION, NO_VERSION) when there are none."""
+        versions = [v for segment in self.segments for v in segment.version_values() if v != NO_VERSION]
+        return (min(versions), max(versions)) if versions else (NO_VERSION, NO_VERSION)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories sampled for one task from the same start: the unit of the buffer and of group statistics."""
+
+    id: str
+    task: Task
+    order: int
+    """Submission order within the run, from 0."""
+    trajectories: tuple[Trajectory, ...]
+    submitted_version: int = 0
+
+    def version_range(self) -> tuple[int, int]:
+        """Oldest and newest policy version among the generated tokens of all members."""
+        ranges = [r for r in (t.version_range() for t in self.trajectories) if r[0] != NO_VERSION]
+        return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (NO_VERSION, NO_VERSION)
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the buffer hands to the learner for one update."""
+
+    groups: tuple[Group, ...]
+    policy_version: int
+    """The learner's version at consumption."""
+    min_version: int = 0
+    """Tokens older than this carry no loss (policy `mask`); under `wait` and `drop` there are none."""
+
+
+class UpdateReport(msgspec.Struct, frozen=True):
+    """What one update did, as named numbers."""
+
+    metrics: dict[str, float]
