@@ -5,6 +5,7 @@
     ├── EndpointError   (RuntimeError)  the inference server failed or answered nonsense
     │   ├── EndpointTimeout (TimeoutError)
     │   ├── EndpointRefused             the server said no (4xx): retrying cannot help
+    │   │   └── ContextOverflow         because the prompt is longer than the model's context
     │   └── MalformedReply              the server answered, but not with what was asked for
     ├── EnvError        (RuntimeError)  the environment raised or hung
     ├── ToolError       (RuntimeError)  a tool raised or hung
@@ -16,6 +17,7 @@
 
 __all__ = [
     "ConfigError",
+    "ContextOverflow",
     "EndpointError",
     "EndpointRefused",
     "EndpointTimeout",
@@ -48,6 +50,10 @@ class EndpointTimeout(EndpointError, TimeoutError):
 
 class EndpointRefused(EndpointError):
     """The inference server refused the request (4xx); sending it again cannot help."""
+
+
+class ContextOverflow(EndpointRefused):
+    """The prompt, with room for the completion, is longer than the server's context."""
 
 
 class MalformedReply(EndpointError):
