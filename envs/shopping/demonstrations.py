@@ -1,0 +1,74 @@
+"""Texts to start a small model from: whole episodes of a scripted shopper, and rows of plain product knowledge."""
+
+import random
+
+import msgspec
+
+from turngate.envs.base import End, Task
+from turngate.envs.shopping.catalogue import BRANDS, CATEGORIES, COLORS, STARS, USES, Item, violations
+from turngate.envs.shopping.shop import Shop, item_page
+from turngate.envs.shopping.shoppers import NOISY, Noise, Shopper
+from turngate.envs.shopping.tasks import ShopTask, train_tasks
+
+__all__ = ["Dialogue", "demonstrations", "knowledge_rows", "run_shopper", "vocabulary"]
+
+Dialogue = list[tuple[str, str]]
+"""(role, content) pairs; roles as in the chat template: `user` for the shop, `assistant` for the shopper."""
+
+
+def run_shopper(task: Task, seed: int, noise: Noise = NOISY) -> tuple[Dialogue, End, list[dict[str, object]]]:
+    """Play one episode and return its dialogue without the shop's last answer, its end, and the state per step."""
+    shop, shopper = Shop(task, seed), Shopper(noise, random.Random(f"shopper {seed}"))
+    observation, states = task.prompt, list[dict[str, object]]()
+    dialogue: Dialogue = []
+    while True:
+        action = shopper.act(observation)
+        dialogue += [("user", observation), ("assistant", action)]
+        step = shop.act(action)
+        states.append(step.state or {})
+        observation = step.observation.text
+        if step.end is not None:
+            return dialogue, step.end, states
+
+
+def demonstrations(n: int, seed: int, noise: Noise = NOISY) -> list[Dialogue]:
+    """Return `n` episodes of a scripted shopper on training tasks, successful or not."""
+    tasks = train_tasks(n, seed)
+    return [run_shopper(task, _episode_seed(seed, i), noise)[0] for i, task in enumerate(tasks)]
+
+
+def knowledge_rows(n: int, seed: int) -> list[Dialogue]:
+    """Return `n` short rows, free of noise: a goal and a product page, and which of its constraints hold.
+
+    They stand for what a pretrained model already knows: comparing a price, a rating, a colour. They say nothing of
+    how to shop: no row contains an action.
+    """
+    rng = random.Random(f"knowledge {seed}")
+    rows: list[Dialogue] = []
+    for task in train_tasks(n, seed + 1_000_003):
+        shop = Shop(task, 0)
+        item = rng.choice([item for item in _items(task) if item.use == shop.goal.use])
+        page = item_page(item)
+        broken = violations(shop.goal, item)
+        answers = [f"{name} {'no' if name in broken else 'yes'}" for name in ("price", "rating", "color")]
+        rows.append([("user", task.prompt), ("user", page), ("assistant", " ".join(answers))])
+    return rows
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Return every word the shop and its shoppers use, for building a tokenizer; digits and punctuation apart."""
+    shop = "Results No results Price Rating Available colors selected is not available Bought The episode over Invalid"
+    refusals = "unknown action empty search no page to go back first such item listed open an color another"
+    task = "Find a under rated at least stars price rating yes"
+    words = [*shop.split(), *refusals.split(), *task.split(), "search", "click", "select", "buy"]
+    items = [f"item_{n}" for n in range(1, 7)]
+    capitals = [color.capitalize() for color in COLORS]
+    return tuple(dict.fromkeys([*words, *items, *CATEGORIES, *USES, *COLORS, *capitals, *BRANDS, *STARS]))
+
+
+def _items(task: Task) -> tuple[Item, ...]:
+    return msgspec.convert(task.data, ShopTask).items
+
+
+def _episode_seed(seed: int, index: int) -> int:
+    return seed * 1_000_003 + index
