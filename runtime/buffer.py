@@ -41,7 +41,7 @@ class _Ready(NamedTuple):
 class Buffer:
     """Finished groups waiting for the learner.
 
-    A submitter calls `await wait_capacity()`, then `submit()` for an order number, and later exactly one of `put(group)`
+    A submitter calls `await wait_capacity()`, `submit()` for an order number, and later exactly one of `put(group)`
     or `withdraw(order)`. The learner calls `await take()`, trains, publishes, then `advance(version)`.
     """
 
@@ -132,17 +132,24 @@ class Buffer:
 
         Raises: StalenessError: a token older than the bound would be consumed, which the gates make impossible.
         """
-        while (batch := self._take()) is None:
+        while (batch := self.take_now()) is None:
             await self._changed.wait()
         return batch
 
     def advance(self, policy_version: int) -> None:
         """Move to a newly published version: opens the submit gate and discards what has become too old."""
         if policy_version != self.policy_version + 1:
-            raise RuntimeError(f"policy_version must grow by one: expected {self.policy_version + 1}, got {policy_version}")
+            raise RuntimeError(
+                f"policy_version must grow by one: expected {self.policy_version + 1}, got {policy_version}"
+            )
         self.policy_version = policy_version
         self._discard_stale()
         self._notify()
+
+    @property
+    def next_order(self) -> int:
+        """The order number that the next submission gets."""
+        return self._next_order
 
     def live_orders(self) -> list[int]:
         """Return the orders of groups that are submitted or ready, oldest first."""
@@ -162,7 +169,11 @@ class Buffer:
             oldest_lag=max(lags, default=0),
         )
 
-    def _take(self) -> Batch | None:
+    def take_now(self) -> Batch | None:
+        """Return the next batch if one is complete, else None.
+
+        Raises: StalenessError: as `take`.
+        """
         size = self.groups_per_batch
         if len(self._ready) < size:
             return None

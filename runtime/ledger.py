@@ -1,4 +1,4 @@
-"""Exactly-once accounting of rollouts.
+r"""Exactly-once accounting of rollouts.
 
     draw -> queued -> start -> running -> finish -> finished -> admit -> admitted -> train -> trained
                  \____________\________________\___________________\-> drop(reason) -> dropped

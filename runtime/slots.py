@@ -2,6 +2,7 @@
 
 import asyncio
 import heapq
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,8 @@ class Slots:
     held: int  # permits out now
     _waiting: list[tuple[int, int, asyncio.Future[None]]]  # heap of (priority, arrival, grant)
     _arrivals: int
+    _held_s: float  # permit-seconds up to _counted_s
+    _counted_s: float
 
     def __init__(self, total: int) -> None:
         """Offer `total` permits."""
@@ -26,6 +29,7 @@ class Slots:
         self.held = 0
         self._waiting = []
         self._arrivals = 0
+        self._held_s, self._counted_s = 0.0, time.monotonic()
 
     def __repr__(self) -> str:
         return f"<Slots {self.held}/{self.total} held, {len(self._waiting)} waiting>"
@@ -34,6 +38,11 @@ class Slots:
     def waiting(self) -> int:
         """Number of rollouts in line."""
         return len(self._waiting)
+
+    def held_seconds(self) -> float:
+        """Permit-seconds held since the start: divide a difference by wall time and `total` for utilisation."""
+        self._count(0)
+        return self._held_s
 
     @asynccontextmanager
     async def hold(self, priority: int = 0) -> AsyncIterator[None]:
@@ -46,7 +55,7 @@ class Slots:
 
     async def _acquire(self, priority: int) -> None:
         if self.held < self.total and not self._waiting:
-            self.held += 1
+            self._count(1)
             return
         grant: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrivals += 1
@@ -62,9 +71,15 @@ class Slots:
             raise
 
     def _release(self) -> None:
-        self.held -= 1
+        self._count(-1)
         while self._waiting and self.held < self.total:
             grant = heapq.heappop(self._waiting)[2]
             if not grant.done():
-                self.held += 1
+                self._count(1)
                 grant.set_result(None)
+
+    def _count(self, change: int) -> None:
+        now = time.monotonic()
+        self._held_s += self.held * (now - self._counted_s)
+        self._counted_s = now
+        self.held += change

@@ -29,7 +29,9 @@ class StalenessLimit(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness must be 0 or more: got {self.max_staleness}; 0 means synchronous training")
+            raise ConfigError(
+                f"max_staleness must be 0 or more: got {self.max_staleness}; 0 means synchronous training"
+            )
         if self.late not in ("wait", "drop", "mask"):
             raise ConfigError(f"late must be 'wait', 'drop' or 'mask': got {self.late!r}")
 

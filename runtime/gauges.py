@@ -1,0 +1,117 @@
+"""What a training run measures about itself, one row per update."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from turngate.envs.base import End
+from turngate.runtime.buffer import Buffer
+from turngate.runtime.events import BatchTaken
+from turngate.runtime.ledger import Ledger
+from turngate.runtime.slots import Slots
+from turngate.runtime.staleness import LagStats, lag_stats, policy_versions
+from turngate.runtime.types import Batch, Trajectory
+
+__all__ = ["RunGauges"]
+
+
+class RunGauges:
+    """Splits the learner loop's time into waiting, learning and publishing, and describes each batch."""
+
+    # State: how long the latest wait, update and publication took, and where the current interval began.
+    waiting_s: float
+    learning_s: float
+    publishing_s: float
+    _since_s: float
+    _slot_seconds: float
+
+    def __init__(self, slots: Slots) -> None:
+        """Start measuring now."""
+        self._slots = slots
+        self.waiting_s = self.learning_s = self.publishing_s = 0.0
+        self._slot_seconds = slots.held_seconds()
+        self._started_s = self._since_s = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time the learner's wait for a batch."""
+        began = time.monotonic()
+        yield
+        self.waiting_s = time.monotonic() - began
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Time one update."""
+        began = time.monotonic()
+        yield
+        self.learning_s = time.monotonic() - began
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Time one transfer of weights."""
+        began = time.monotonic()
+        yield
+        self.publishing_s = time.monotonic() - began
+
+    def batch_taken(self, batch: Batch) -> BatchTaken:
+        """Describe a batch that was just taken."""
+        trajectories = _trajectories(batch)
+        lag = _lag(batch, trajectories)
+        return BatchTaken(
+            policy_version=batch.policy_version,
+            groups=len(batch.groups),
+            rollouts=len(trajectories),
+            policy_tokens=sum(t.policy_tokens for t in trajectories),
+            staleness_min=lag.lag_min,
+            staleness_mean=lag.lag_mean,
+            staleness_max=lag.lag_max,
+            waited_s=self.waiting_s,
+        )
+
+    def row(self, batch: Batch, buffer: Buffer, ledger: Ledger) -> dict[str, float]:
+        """Return the numbers of one update and start the next interval.
+
+        `success`, `reward`, `turns` and `tokens` are means over the batch's trajectories; `lag_*` over their generated
+        tokens; `*_share` are shares of the interval's wall time.
+        """
+        now = time.monotonic()
+        wall_s = max(now - self._since_s, 1e-9)
+        trajectories = _trajectories(batch)
+        n = max(1, len(trajectories))
+        tokens = sum(t.policy_tokens for t in trajectories)
+        lag = _lag(batch, trajectories)
+        spans = [new - old for old, new in (t.version_range() for t in trajectories)]
+        held = self._slots.held_seconds()
+        row = {
+            "seconds": now - self._started_s,
+            "success": sum(t.end is End.success for t in trajectories) / n,
+            "reward": sum(t.reward for t in trajectories) / n,
+            "truncated": sum(t.end.is_truncation for t in trajectories) / n,
+            "turns": sum(len(t.turns) for t in trajectories) / n,
+            "tokens": tokens / n,
+            "lag_max": float(lag.lag_max),
+            "lag_mean": lag.lag_mean,
+            "lag_min": float(lag.lag_min),
+            "version_span_max": float(max(spans, default=0)),
+            "episodes_per_s": len(trajectories) / wall_s,
+            "policy_tokens_per_s": tokens / wall_s,
+            "learner_busy_share": self.learning_s / wall_s,
+            "learner_waiting_share": self.waiting_s / wall_s,
+            "publishing_share": self.publishing_s / wall_s,
+            "slots_busy_share": (held - self._slot_seconds) / wall_s / self._slots.total,
+            "groups_ready": float(buffer.statistics().ready),
+            "groups_dropped_stale": float(buffer.dropped_stale),
+            "rollouts_drawn": float(ledger.drawn),
+            "rollouts_trained": float(ledger.trained),
+            "rollouts_dropped": float(sum(ledger.dropped.values())),
+        }
+        self._since_s, self._slot_seconds = now, held
+        return row
+
+
+def _trajectories(batch: Batch) -> list[Trajectory]:
+    return [t for group in batch.groups for t in group.trajectories]
+
+
+def _lag(batch: Batch, trajectories: list[Trajectory]) -> LagStats:
+    return lag_stats(policy_versions(s for t in trajectories for s in t.segments), batch.policy_version)

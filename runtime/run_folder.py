@@ -1,0 +1,105 @@
+"""A run on disk: config.json, metrics.jsonl, trajectories/, checkpoints/, report.json. Readable without this code."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.ledger import LedgerTotals
+from turngate.runtime.transcript import write_trajectories
+from turngate.runtime.types import Trajectory
+
+__all__ = ["Progress", "RunFolder"]
+
+_KEEP_CHECKPOINTS = 2  # the newest may have been written just before a crash made it suspect
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run stands, as saved in each checkpoint beside the learner's own state."""
+
+    update: int = 0
+    """Updates done."""
+    policy_version: int = 0
+    ledger: LedgerTotals = LedgerTotals()
+    task_position: int = 0
+    requeued: tuple[str, ...] = ()
+    """Ids of tasks whose groups were under way; they are drawn again first."""
+    next_order: int = 0
+
+
+class RunFolder:
+    """Writes one run's files. A checkpoint appears whole under its final name or not at all."""
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        """Create the folder, or open it to go on.
+
+        Raises: ConfigError: the folder already holds a run and `resume` is False.
+        """
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.trajectories = path / "trajectories"
+        if not resume and (path / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"run folder must be new: {path} already holds a run; pass resume=True or another run_dir"
+            )
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.trajectories.mkdir(exist_ok=True)
+        self._encoder = msgspec.json.Encoder()
+
+    def __repr__(self) -> str:
+        return f"<RunFolder {self.path}>"
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """Write `value` as readable JSON; replaces the file as a whole."""
+        target = self.path / name
+        _write_atomically(target, msgspec.json.format(self._encoder.encode(value), indent=2) + b"\n")
+        return target
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        with (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(self._encoder.encode(row) + b"\n")
+
+    def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> Path:
+        """Write trajectories/<name>.jsonl."""
+        target = self.trajectories / f"{name}.jsonl"
+        write_trajectories(target, trajectories)
+        return target
+
+    def begin_checkpoint(self, update: int) -> Path:
+        """Return an empty folder to write the checkpoint of `update` into; `commit_checkpoint` makes it count."""
+        partial = self.checkpoints / f".partial-{update:06d}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        return partial
+
+    def commit_checkpoint(self, partial: Path, progress: Progress) -> Path:
+        """Give a complete checkpoint its final name and remove all but the newest."""
+        (partial / "progress.json").write_bytes(msgspec.json.encode(progress))
+        final = self.checkpoints / f"update-{progress.update:06d}"
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in self._complete()[:-_KEEP_CHECKPOINTS]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def latest_checkpoint(self) -> tuple[Path, Progress] | None:
+        """Return the newest complete checkpoint, or None."""
+        complete = self._complete()
+        if not complete:
+            return None
+        progress = msgspec.json.decode((complete[-1] / "progress.json").read_bytes(), type=Progress)
+        return complete[-1], progress
+
+    def _complete(self) -> list[Path]:
+        return sorted(p for p in self.checkpoints.glob("update-*") if (p / "progress.json").exists())
+
+
+def _write_atomically(target: Path, content: bytes) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, target)

@@ -1,0 +1,115 @@
+"""What an application holds: one endpoint, the limits, and the slots that all its rollouts share."""
+
+import time
+from collections.abc import Sequence
+
+import anyio
+
+from turngate.envs.base import EnvFactory, Task
+from turngate.runtime.context import Context, full
+from turngate.runtime.endpoint import ChatEndpoint
+from turngate.runtime.evaluation import Evaluation, summarise
+from turngate.runtime.events import EvaluationFinished, Events
+from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.seeds import derive_seed
+from turngate.runtime.slots import Slots
+from turngate.runtime.types import Sampling, Trajectory
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """Runs agents against one endpoint. Plain object: make one, pass it around, no registry and no globals."""
+
+    def __init__(
+        self,
+        endpoint: ChatEndpoint,
+        *,
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        context: Context | None = None,
+        max_concurrent: int = 128,
+        events: Events | None = None,
+    ) -> None:
+        """Hold the parts; nothing runs until asked.
+
+        Args: max_concurrent: live rollouts at most, over training and evaluation together.
+        """
+        self.endpoint = endpoint
+        self.limits = limits or Limits()
+        self.sampling = sampling or Sampling()
+        self.context = context or full()
+        self.slots = Slots(max_concurrent)
+        self.events = events or Events()
+
+    def __repr__(self) -> str:
+        return f"<Runtime {self.endpoint!r} {self.slots!r}>"
+
+    async def rollout(
+        self,
+        env: EnvFactory,
+        task: Task,
+        *,
+        seed: int = 0,
+        group_id: str = "",
+        member: int = 0,
+        trajectory_id: str = "",
+        sampling: Sampling | None = None,
+    ) -> Trajectory:
+        """Run one episode now, without waiting for a slot; failures of env or endpoint are on the trajectory."""
+        return await run_rollout(
+            env,
+            task,
+            self.endpoint,
+            limits=self.limits,
+            sampling=sampling or self.sampling,
+            context=self.context,
+            seed=seed,
+            group_id=group_id,
+            member=member,
+            trajectory_id=trajectory_id or f"{task.id}.{seed}",
+            events=self.events,
+        )
+
+    async def evaluate(
+        self,
+        env: EnvFactory,
+        tasks: Sequence[Task],
+        *,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        name: str = "evaluation",
+    ) -> Evaluation:
+        """Run every task once, from its start, and summarise; rollouts take turns in the runtime's slots.
+
+        Cancelling it cancels the rollouts and leaves no slot taken.
+        """
+        trajectories: list[Trajectory | None] = [None] * len(tasks)
+        began_s = time.monotonic()
+
+        async def run_one(index: int, task: Task) -> None:
+            async with self.slots.hold(priority=index):
+                trajectories[index] = await self.rollout(
+                    env,
+                    task,
+                    seed=derive_seed(seed, "evaluation", task.id),
+                    trajectory_id=f"eval.{index}",
+                    sampling=sampling,
+                )
+
+        async with anyio.create_task_group() as tg:
+            for index, task in enumerate(tasks):
+                tg.start_soon(run_one, index, task)
+        evaluation = summarise([t for t in trajectories if t is not None])
+        if (hear := self.events.evaluation_finished) is not None:
+            hear(
+                EvaluationFinished(
+                    name=name,
+                    policy_version=self.endpoint.policy_version,
+                    episodes=evaluation.scored,
+                    successes=evaluation.successes,
+                    reward_mean=evaluation.mean_reward,
+                    seconds=time.monotonic() - began_s,
+                )
+            )
+        return evaluation

@@ -1,0 +1,219 @@
+"""Many episodes at once: groups of rollouts flow into the buffer as fast as its gate allows."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+
+import anyio
+import msgspec
+
+from turngate.envs.base import End, EnvFactory, Task
+from turngate.runtime.buffer import Buffer
+from turngate.runtime.errors import ConfigError, EndpointError, EnvError, ToolError
+from turngate.runtime.events import GroupDropped, GroupFinished
+from turngate.runtime.ledger import Ledger
+from turngate.runtime.runtime import Runtime
+from turngate.runtime.seeds import derive_seed
+from turngate.runtime.types import Group, Trajectory
+
+__all__ = ["Collection", "Collector", "TaskStream"]
+
+_FAILURE_ERRORS = {End.env_error: EnvError, End.tool_error: ToolError, End.endpoint_error: EndpointError}
+
+
+class Collection(msgspec.Struct, frozen=True, kw_only=True):
+    """How groups are collected."""
+
+    group_size: int = 8
+    min_group: int = 2
+    """Members that must have come through for a group to count."""
+    refills: int = 2
+    """How often a member that failed (never one that merely scored badly) is run again."""
+    requeues: int = 3
+    """How often a task whose group came to nothing is run again."""
+    failure_limit: int = 64
+    """Failed rollouts in a row, over all groups, that stop the run: the machinery is broken, not unlucky."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(f"group_size must be 1 or more: got {self.group_size}")
+        if not 1 <= self.min_group <= self.group_size:
+            raise ConfigError(f"min_group must be between 1 and group_size {self.group_size}: got {self.min_group}")
+
+
+class TaskStream:
+    """Endless tasks: shuffled epochs that depend on the seed and the position alone, requeued tasks first."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int, *, position: int = 0, requeued: Sequence[str] = ()) -> None:
+        """Start at `position`, the number of tasks drawn from the epochs before."""
+        if not tasks:
+            raise ConfigError("tasks must not be empty: training needs at least one")
+        self._by_id = {task.id: task for task in tasks}
+        if len(self._by_id) != len(tasks):
+            raise ConfigError(f"task ids must be unique: {len(tasks)} tasks have {len(self._by_id)} ids")
+        self._tasks, self._seed = tasks, seed
+        self.position = position
+        self._requeued = deque(self._by_id[task_id] for task_id in requeued if task_id in self._by_id)
+        self._epoch, self._order = -1, list[int]()
+
+    def __repr__(self) -> str:
+        return f"<TaskStream at {self.position} of {len(self._tasks)}, {len(self._requeued)} requeued>"
+
+    def next(self) -> Task:
+        """Return the next task."""
+        if self._requeued:
+            return self._requeued.popleft()
+        epoch, index = divmod(self.position, len(self._tasks))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._tasks)))
+            Random(derive_seed(self._seed, "task order", epoch)).shuffle(self._order)
+        self.position += 1
+        return self._tasks[self._order[index]]
+
+    def requeue(self, task: Task) -> None:
+        """Put a task back; it goes before the next epoch's."""
+        self._requeued.append(task)
+
+
+class Collector:
+    """Keeps the buffer supplied: submits groups through its gate and runs their members in the runtime's slots."""
+
+    # State.
+    started_groups: dict[int, Task]  # by order: groups submitted and not yet consumed, for requeueing after a stop
+    _failures: int  # failed rollouts since the last one that came through
+    _requeue_counts: dict[str, int]  # by task id: groups of it that came to nothing
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        env: EnvFactory,
+        tasks: TaskStream,
+        *,
+        buffer: Buffer,
+        ledger: Ledger,
+        config: Collection,
+        seed: int,
+        observe: Callable[[Trajectory], None] | None = None,
+    ) -> None:
+        """Wire the parts; `run` does the work."""
+        self._runtime, self._env, self._tasks = runtime, env, tasks
+        self._buffer, self._ledger, self._config, self._seed = buffer, ledger, config, seed
+        self._observe = observe
+        self.started_groups = {}
+        self._failures = 0
+        self._requeue_counts = {}
+
+    def __repr__(self) -> str:
+        return f"<Collector {len(self.started_groups)} groups live, {self._failures} failures in a row>"
+
+    async def run(self) -> None:
+        """Collect until cancelled. A failing rollout harms no other; a broken machinery or a bug raises."""
+        async with anyio.create_task_group() as tg:
+            while True:
+                await self._buffer.wait_capacity()
+                order = self._buffer.submit()
+                task = self._tasks.next()
+                self.started_groups[order] = task
+                tg.start_soon(self._run_group, order, task)
+
+    def drop_stale(self, group: Group) -> None:
+        """Count a group that the buffer discarded as too old, and run its task again."""
+        self._ledger.drop([t.id for t in group.trajectories], "stale")
+        staleness = self._buffer.policy_version - group.version_range()[0]
+        self._give_up(group.order, group.task, "stale", group.trajectories, staleness)
+
+    def consumed(self, groups: Sequence[Group]) -> None:
+        """Forget groups that the learner has trained on."""
+        for group in groups:
+            self.started_groups.pop(group.order, None)
+            self._requeue_counts.pop(group.task.id, None)
+
+    async def _run_group(self, order: int, task: Task) -> None:
+        version = self._buffer.policy_version
+        group_id = f"g{order}"
+        members: list[Trajectory] = []
+        stored = False
+        try:
+            async with anyio.create_task_group() as tg:
+                for member in range(self._config.group_size):
+                    tg.start_soon(self._run_member, order, group_id, task, member, members)
+            members.sort(key=lambda t: t.member)
+            ids = [t.id for t in members]
+            if len(members) < self._config.min_group:
+                self._ledger.drop(ids, "group_incomplete")
+                self._give_up(order, task, "group_incomplete", members)
+                return
+            group = Group(id=group_id, task=task, order=order, trajectories=tuple(members), submitted_version=version)
+            self._ledger.admit(ids)
+            stored = True
+            self._buffer.put(group)
+            if (hear := self._runtime.events.group_finished) is not None:
+                hear(GroupFinished(group))
+        except BaseException:
+            if not stored:
+                self._ledger.drop([t.id for t in members], "cancelled")
+            raise
+        finally:
+            if not stored:
+                self._buffer.withdraw(order)
+
+    async def _run_member(self, order: int, group_id: str, task: Task, member: int, members: list[Trajectory]) -> None:
+        for attempt in range(1 + self._config.refills):
+            trajectory_id = f"{group_id}.{member}" + (f".{attempt}" if attempt else "")
+            trajectory = await self._run_one(order, group_id, task, member, trajectory_id)
+            if trajectory is not None:
+                members.append(trajectory)
+                return
+
+    async def _run_one(
+        self, order: int, group_id: str, task: Task, member: int, trajectory_id: str
+    ) -> Trajectory | None:
+        self._ledger.draw(trajectory_id)
+        try:
+            async with self._runtime.slots.hold(order):
+                self._ledger.start(trajectory_id)
+                trajectory = await self._runtime.rollout(
+                    self._env,
+                    task,
+                    seed=derive_seed(self._seed, "rollout", trajectory_id),
+                    group_id=group_id,
+                    member=member,
+                    trajectory_id=trajectory_id,
+                )
+        except BaseException:
+            self._ledger.drop([trajectory_id], "cancelled")
+            raise
+        if self._observe is not None:
+            self._observe(trajectory)
+        if trajectory.end.is_failure:
+            self._ledger.drop([trajectory_id], trajectory.end.value)
+            self._count_failure(trajectory)
+            return None
+        self._failures = 0
+        if not trajectory.trainable:
+            self._ledger.drop([trajectory_id], "untrainable")
+            raise ConfigError(
+                f"training needs token ids and log-probs from the server: {trajectory.untrainable_because} "
+                f"(trajectory {trajectory.id}); use a server that returns both, or only evaluate and collect"
+            )
+        self._ledger.finish(trajectory_id)
+        return trajectory
+
+    def _count_failure(self, trajectory: Trajectory) -> None:
+        self._failures += 1
+        if self._failures >= self._config.failure_limit:
+            kind = _FAILURE_ERRORS.get(trajectory.end, EnvError)
+            raise kind(
+                f"{self._failures} rollouts failed in a row, the last with {trajectory.end.value}: {trajectory.error} "
+                f"(trajectory {trajectory.id}); fix the cause, or raise failure_limit if this is expected"
+            )
+
+    def _give_up(self, order: int, task: Task, reason: str, members: Sequence[Trajectory], staleness: int = 0) -> None:
+        self.started_groups.pop(order, None)
+        count = self._requeue_counts.get(task.id, 0) + 1
+        self._requeue_counts[task.id] = count
+        if count <= self._config.requeues:
+            self._tasks.requeue(task)
+        if (hear := self._runtime.events.group_dropped) is not None:
+            tokens = sum(t.policy_tokens for t in members)
+            hear(GroupDropped(f"g{order}", task.id, reason, len(members), tokens, staleness))
