@@ -1,0 +1,96 @@
+"""Agents learn to shop, asynchronously, from one script.
+
+A small policy is warmed up on demonstrations of a sloppy scripted shopper, served by the embedded OpenAI-compatible
+engine, and trained by asynchronous GRPO while its rollouts go on. The last line is one JSON object: success_before,
+success_after (held-out tasks, temperature 1), recovery_before, recovery_after, updates, episodes, seconds, run_dir.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+
+from turngate.envs.shopping import ShoppingEnv, compute_recovery, held_out_tasks, train_tasks
+from turngate.learners import GRPO
+from turngate.learners.recipes.shopping import shopping_policy
+from turngate.runtime import Limits, Runtime, plot_run, show_progress, train
+from turngate.runtime.engine import Engine
+from turngate.runtime.evaluation import Evaluation
+from turngate.runtime.transcript import render_transcript
+
+
+def recovery(evaluation: Evaluation) -> float:
+    """Success among the episodes that opened an item which violates a constraint."""
+    return compute_recovery(([turn.state for turn in t.turns], t.outcome) for t in evaluation.trajectories).rate
+
+
+async def main(args: argparse.Namespace) -> dict[str, object]:
+    """Warm up, measure, train, measure again."""
+    began = time.monotonic()
+    run_dir = Path(args.run_dir or f"runs/shopping-{time.strftime('%Y%m%d-%H%M%S')}")
+    print("1. Warm start: cloning a scripted shopper that overlooks half of what is wrong with an item ...", flush=True)
+    model = run_dir / "warm-start"
+    if not args.resume:
+        shopping_policy(model, seed=args.seed)
+
+    async with Engine.start(model) as engine:
+        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=12, turn_timeout_s=30), max_concurrent=128)
+        show_progress(runtime.events, every=5)
+
+        print(f"2. Held-out tasks before training, against {engine.url}", flush=True)
+        held_out = held_out_tasks(args.evaluate, seed=0)
+        before = await runtime.evaluate(ShoppingEnv, held_out, name="before")
+
+        print("3. Asynchronous GRPO", flush=True)
+        report = await train(
+            runtime,
+            ShoppingEnv,
+            train_tasks(4096, seed=args.seed),
+            learner=GRPO(model, updates=args.updates),
+            updates=args.updates,
+            run_dir=run_dir,
+            group_size=8,
+            groups_per_batch=16,
+            max_staleness=args.max_staleness,
+            resume=args.resume,
+            seed=args.seed,
+        )
+        print("4. The same held-out tasks after training", flush=True)
+        after = await runtime.evaluate(ShoppingEnv, held_out, name="after")
+
+    for name, evaluation in (("before", before), ("after", after)):
+        print(f"\n--- one episode {name} training ---\n{render_transcript(evaluation.trajectories[0])}")
+    plot = plot_run(run_dir, marks={"held-out before": before.success, "held-out after": after.success})
+    print(f"\nheld-out success  before {before}   after {after}")
+    print(f"recovery after opening a wrong item  before {recovery(before):.2f}   after {recovery(after):.2f}")
+    print(f"{report.ledger.trained} episodes in {report.seconds:.0f} s; run folder {run_dir}, plot {plot}")
+    return {
+        "success_before": before.success,
+        "success_after": after.success,
+        "recovery_before": recovery(before),
+        "recovery_after": recovery(after),
+        "updates": report.updates,
+        "episodes": report.ledger.trained,
+        "seconds": time.monotonic() - began,
+        "run_dir": str(run_dir),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--max-staleness", type=int, default=2)
+    parser.add_argument("--evaluate", type=int, default=512, help="number of held-out tasks")
+    parser.add_argument("--run-dir", help="where everything is written; default: runs/shopping-<time>")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
+    parser.add_argument("--json", help="also write the figures to this file")
+    arguments = parser.parse_args()
+    try:
+        figures = json.dumps(asyncio.run(main(arguments)))
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; a checkpoint was written: go on with --resume --run-dir RUN_DIR") from None
+    if arguments.json:
+        Path(arguments.json).write_text(figures + "\n")
+    print(figures)
