@@ -10,6 +10,7 @@ This module holds the weights and the training pass over packed sequences; `incr
 token by token with a key-value cache.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 import msgspec
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn import functional
 
 from turngate.runtime.engine.files import write_atomically
-from turngate.runtime.engine.packing import Packed
+from turngate.runtime.engine.packing import Packed, Queries
 from turngate.runtime.errors import ConfigError, PublishError
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "ModelConfig", "PolicyModel", "Scores", "apply_rope", "norm", "read_weights"]
@@ -83,17 +84,16 @@ class Layer(nn.Module):
 
     def mlp(self, x_N: Tensor) -> Tensor:
         """Return the feed-forward update, shape as the input (..., width)."""
-        update: Tensor = self.down(squared_relu(self.up(norm(x_N))))
-        return update
+        return functional.linear(squared_relu(self.up(norm(x_N))), self.down.weight)
 
     def smeared(self, k_BTD: Tensor) -> Tensor:
         """Return each key plus the scaled key before it; the first has none before it."""
-        return k_BTD + F.pad(k_BTD[:, :-1] * self.smear, (0, 0, 1, 0))
+        return k_BTD + functional.pad(k_BTD[:, :-1] * self.smear, (0, 0, 1, 0))
 
     def forward(self, x_N: Tensor, packed: Packed, rope: Tensor) -> Tensor:
         """Return the residual stream after this layer at all positions, shape (N, width)."""
         weight = torch.cat([self.q.weight, self.k.weight, self.v.weight])
-        qkv = F.linear(norm(x_N), weight).split([b * t for b, t in packed.blocks])
+        qkv = functional.linear(norm(x_N), weight).split([b * t for b, t in packed.blocks])
         sizes = [self.heads * self.head_dim, self.head_dim, self.head_dim]
         mixed: list[Tensor] = []
         for part, (rows, length) in zip(qkv, packed.blocks, strict=True):
@@ -104,24 +104,25 @@ class Layer(nn.Module):
         x_N = x_N + self.out(torch.cat(mixed) if len(mixed) > 1 else mixed[0])
         return x_N + self.mlp(x_N)
 
-    def forward_asked(self, x_N: Tensor, packed: Packed, rope: Tensor) -> Tensor:
+    def forward_asked(self, x_N: Tensor, packed: Packed, queries: Queries, rope: Tensor) -> Tensor:
         """Return the residual stream after this layer at the asked positions alone, shape (M, width).
 
         Keys and values are needed everywhere; queries and everything after them only where something is read.
         """
-        assert packed.query_blocks is not None and packed.query_index_M is not None
-        kv = F.linear(norm(x_N), torch.cat([self.k.weight, self.v.weight])).split([b * t for b, t in packed.blocks])
+        kv = functional.linear(norm(x_N), torch.cat([self.k.weight, self.v.weight])).split(
+            [b * t for b, t in packed.blocks]
+        )
         x_M = x_N[packed.asked_M]
         q_MD = self.q(norm(x_M))
         mixed: list[Tensor] = []
-        for part, (rows, length), query in zip(kv, packed.blocks, packed.query_blocks, strict=True):
+        for part, (rows, length), query in zip(kv, packed.blocks, queries.blocks, strict=True):
             k, v = part.view(rows, length, -1).split(self.head_dim, dim=-1)
             q = q_MD[query.source].view(*query.source.shape, self.heads, self.head_dim)
             q = apply_rope(q, rope[query.positions][:, :, None])
             k = apply_rope(self.smeared(k), rope[:length])
             visible = torch.arange(length, device=k.device) <= query.positions[..., None]
             mixed.append(attend(q, k, v, visible[:, None]).reshape(query.source.numel(), -1))
-        x_M = x_M + self.out(torch.cat(mixed)[packed.query_index_M])
+        x_M = x_M + self.out(torch.cat(mixed)[queries.index_M])
         return x_M + self.mlp(x_M)
 
 
@@ -152,20 +153,24 @@ class PolicyModel(nn.Module):
                 weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
 
     @property
+    def typed_layers(self) -> list[Layer]:
+        """The layers, as what they are."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    @property
     def logit_scale(self) -> float:
         """Factor on the tied output product; unit-scale embeddings give logits of unit scale."""
-        return self.config.width**-0.5
+        return 1 / math.sqrt(self.config.width)
 
     def hidden(self, packed: Packed) -> Tensor:
         """Return the normed final state at the asked positions, shape (M, width)."""
         x_N = self.embed(packed.ids_N)
-        *first, last = self.layers
+        *first, last = self.typed_layers
         for layer in first:
-            x_N = layer(x_N, packed, self.rope)
-        if packed.query_blocks is not None:
-            assert isinstance(last, Layer)
-            return norm(last.forward_asked(x_N, packed, self.rope))
-        return norm(last(x_N, packed, self.rope)[packed.asked_M])
+            x_N = layer.forward(x_N, packed, self.rope)
+        if packed.queries is not None:
+            return norm(last.forward_asked(x_N, packed, packed.queries, self.rope))
+        return norm(last.forward(x_N, packed, self.rope)[packed.asked_M])
 
     def logits(self, packed: Packed) -> Tensor:
         """Return the logits that predict each scored token, shape (M, V), before any temperature."""
@@ -173,7 +178,7 @@ class PolicyModel(nn.Module):
 
     def unembed(self, hidden_M: Tensor) -> Tensor:
         """Return the logits read off normed states, shape (M, V)."""
-        return F.linear(hidden_M * self.logit_scale, self.embed.weight)
+        return functional.linear(hidden_M * self.logit_scale, self.embed.weight)
 
     def score(self, packed: Packed, *, temperature: float = 1.0, with_entropy: bool = False) -> Scores:
         """Return the log-probs of the scored tokens under softmax(logits / temperature), and values if there are any.
@@ -186,8 +191,8 @@ class PolicyModel(nn.Module):
         values_M = self.value(hidden_M).squeeze(-1) if self.value is not None else None
         logits_MV = self.unembed(hidden_M if temperature == 1.0 else hidden_M / temperature)
         if not with_entropy:
-            return Scores(-F.cross_entropy(logits_MV, packed.targets_M, reduction="none"), None, values_M)
-        logprobs_MV = F.log_softmax(logits_MV, dim=-1)
+            return Scores(-functional.cross_entropy(logits_MV, packed.targets_M, reduction="none"), None, values_M)
+        logprobs_MV = functional.log_softmax(logits_MV, dim=-1)
         entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         return Scores(logprobs_MV.gather(1, packed.targets_M[:, None]).squeeze(1), entropy_M, values_M)
 
@@ -243,7 +248,7 @@ class _SquaredReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        positive = F.relu(x)
+        positive = functional.relu(x)
         ctx.save_for_backward(positive)
         return positive.square()
 
@@ -256,13 +261,13 @@ class _SquaredReLU(torch.autograd.Function):
 
 def squared_relu(x: Tensor) -> Tensor:
     """Return relu(x)^2 elementwise; differentiable once."""
-    result: Tensor = _SquaredReLU.apply(x)
+    result: Tensor = _SquaredReLU.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
 def norm(x: Tensor) -> Tensor:
     """Return x scaled to unit root mean square over its last axis."""
-    return F.rms_norm(x, (x.shape[-1],))
+    return functional.rms_norm(x, (x.shape[-1],))
 
 
 def rope_table(config: ModelConfig) -> Tensor:
@@ -283,7 +288,7 @@ def attend(q_BTHD: Tensor, k_BTD: Tensor, v_BTD: Tensor, visible_B1QT: Tensor | 
     """Return attention of all heads over one shared key and value, shape (B, Q, H, D); causal without a mask."""
     q, k, v = q_BTHD.transpose(1, 2), k_BTD[:, None], v_BTD[:, None]
     causal = visible_B1QT is None
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_B1QT, is_causal=causal, enable_gqa=True)
+    mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible_B1QT, is_causal=causal, enable_gqa=True)
     return mixed.transpose(1, 2)
 
 

@@ -6,14 +6,14 @@ padding influences nothing. Linear layers run on the whole flat axis, attention 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from turngate.runtime.errors import ConfigError
 
-__all__ = ["Packed", "QueryBlock", "block_rows", "pack"]
+__all__ = ["Packed", "Queries", "QueryBlock", "block_rows", "pack"]
 
 _MAX_WASTE = 0.06
 """Share of padding a block may reach before a new one is opened: a block costs about as much as 6 % of its work."""
@@ -21,6 +21,9 @@ _MIN_BLOCK_TOKENS = 512
 """Below this a block is too small to be worth its own attention call, whatever its padding."""
 _QUERY_SHARE = 0.7
 """With fewer asked positions than this share of N the last layer runs on the asked ones alone."""
+
+
+Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 
 class Ints(Protocol):
@@ -38,6 +41,15 @@ class QueryBlock(NamedTuple):
     """(rows, queries) position of each query in its own sequence."""
 
 
+class Queries(NamedTuple):
+    """The asked positions of all blocks."""
+
+    blocks: tuple[QueryBlock, ...]
+    """One per block of the batch."""
+    index_M: torch.Tensor
+    """Flat index of each scored token into the concatenated rectangles."""
+
+
 class Packed(NamedTuple):
     """A packed batch. M counts the tokens to score, in the order of the sequences given and of their tokens."""
 
@@ -49,17 +61,17 @@ class Packed(NamedTuple):
     """Flat index into N of the position that predicts each scored token: the one before it."""
     targets_M: torch.Tensor
     """Id of each scored token."""
-    query_blocks: tuple[QueryBlock, ...] | None
-    """One per block, when few positions are asked; None when the last layer should run on all of N."""
-    query_index_M: torch.Tensor | None
-    """Flat index of each scored token into the concatenated query rectangles."""
+    queries: Queries | None
+    """Where few positions are asked: how the last layer finds them. None when it should run on all of N."""
 
     def to(self, device: torch.device | str) -> "Packed":
         """Return the batch on another device."""
-        moved = self.query_blocks and tuple(QueryBlock(*(t.to(device) for t in block)) for block in self.query_blocks)
-        index = None if self.query_index_M is None else self.query_index_M.to(device)
-        asked, targets = self.asked_M.to(device), self.targets_M.to(device)
-        return Packed(self.ids_N.to(device), self.blocks, asked, targets, moved, index)
+        queries = self.queries and Queries(
+            tuple(QueryBlock(*(t.to(device) for t in block)) for block in self.queries.blocks),
+            self.queries.index_M.to(device),
+        )
+        asked_M, targets_M = self.asked_M.to(device), self.targets_M.to(device)
+        return Packed(self.ids_N.to(device), self.blocks, asked_M, targets_M, queries)
 
 
 def pack(ids: Sequence[Ints], masks: Sequence[Ints | None] | None = None, *, pad: int = 0) -> Packed:
@@ -82,13 +94,9 @@ def pack(ids: Sequence[Ints], masks: Sequence[Ints | None] | None = None, *, pad
     for row, start in zip(ids, starts.tolist(), strict=True):
         flat[start : start + len(row)] = np.asarray(row)
     asked = np.concatenate([tokens + (start - 1) for tokens, start in zip(scored, starts.tolist(), strict=True)])
-    query_blocks, query_index = None, None
-    if len(asked) < _QUERY_SHARE * len(flat):
-        query_blocks, query_index = _query_blocks(scored, order, blocks)
-    targets = flat[asked + 1]
-    return Packed(
-        *map(torch.from_numpy, (flat,)), blocks, *map(torch.from_numpy, (asked, targets)), query_blocks, query_index
-    )
+    queries = _queries(scored, order, blocks) if len(asked) < _QUERY_SHARE * len(flat) else None
+    ids_N, asked_M, targets_M = torch.from_numpy(flat), torch.from_numpy(asked), torch.from_numpy(flat[asked + 1])
+    return Packed(ids_N, blocks, asked_M, targets_M, queries)
 
 
 def block_rows(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -105,7 +113,7 @@ def block_rows(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return (*blocks, (rows, longest)) if rows else tuple(blocks)
 
 
-def _scored_tokens(index: int, length: int, mask: Ints | None) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _scored_tokens(index: int, length: int, mask: Ints | None) -> Indices:
     if mask is None:
         return np.arange(1, length, dtype=np.int64)
     if len(mask) != length:
@@ -119,12 +127,12 @@ def _scored_tokens(index: int, length: int, mask: Ints | None) -> "np.ndarray[tu
     return tokens
 
 
-def _query_blocks(
-    scored: Sequence["np.ndarray[tuple[int], np.dtype[np.int64]]"],
-    order: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+def _queries(
+    scored: Sequence[Indices],
+    order: Indices,
     blocks: tuple[tuple[int, int], ...],
-) -> tuple[tuple[QueryBlock, ...], torch.Tensor]:
-    """Lay the asked positions of each block out as a rectangle; returns the rectangles and where each token went."""
+) -> Queries:
+    """Lay the asked positions of each block out as a rectangle; says where each token went."""
     counts = np.array([len(tokens) for tokens in scored], dtype=np.int64)
     first_of = np.concatenate([[0], counts.cumsum()[:-1]])
     index = np.empty(int(counts.sum()), dtype=np.int64)
@@ -142,4 +150,4 @@ def _query_blocks(
             index[first : first + count] = base + line * width + np.arange(count)
         made.append(QueryBlock(torch.from_numpy(source), torch.from_numpy(positions)))
         row, base = row + rows, base + rows * width
-    return tuple(made), torch.from_numpy(index)
+    return Queries(tuple(made), torch.from_numpy(index))

@@ -8,8 +8,8 @@ import msgspec
 __all__ = [
     "BatcherConfig",
     "BatcherStatistics",
-    "Finished",
     "FinishReason",
+    "Finished",
     "Progress",
     "Rejection",
     "Request",
