@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
-from turngate.runtime.types import Group, Trajectory, Turn
+from turngate.runtime.types import Batch, Group, Trajectory, Turn
 
 __all__ = [
     "BatchTaken",
@@ -70,54 +70,42 @@ class GroupDropped(msgspec.Struct, frozen=True):
     group_id: str
     task_id: str
     reason: str
-    """`stale`, `no_signal`, `failed`, ...; the ledger counts by it."""
+    """`stale`, `group_incomplete`, ...: the ledger counts by it."""
     rollouts: int
-    policy_tokens: int
-    staleness: int = 0
-    """Learner version minus the oldest token's version, when dropped as stale."""
+    """Members that had come through."""
+    requeued: bool
+    """True when its task will be run again."""
 
 
 class BatchTaken(msgspec.Struct, frozen=True):
     """The learner took a batch from the buffer."""
 
-    policy_version: int
-    groups: int
-    rollouts: int
-    policy_tokens: int
-    staleness_min: int
-    staleness_mean: float
-    """Mean over policy tokens."""
-    staleness_max: int
-    waited_s: float
-    """Seconds the learner waited for it."""
+    batch: Batch
 
 
 class UpdateFinished(msgspec.Struct, frozen=True):
-    """The learner took one policy update."""
+    """The learner took one policy update and its weights serve."""
 
+    update: int
+    """Updates done so far in this run."""
     policy_version: int
-    """The version that the update made."""
-    metrics: dict[str, float]
-    seconds: float
+    metrics: dict[str, Any]
+    """One row of metrics.jsonl."""
 
 
 class WeightsPublished(msgspec.Struct, frozen=True):
     """A weight set serves at the endpoint."""
 
     policy_version: int
-    seconds: float
-    """From the start of writing until the server answered."""
 
 
 class EvaluationFinished(msgspec.Struct, frozen=True):
     """A set of tasks was played without training on them."""
 
-    name: str
-    policy_version: int
-    episodes: int
     successes: int
-    reward_mean: float
-    seconds: float
+    scored: int
+    """Episodes that say something about the policy: the denominator of the success rate."""
+    policy_version: int
 
 
 Event: TypeAlias = (
@@ -178,7 +166,7 @@ class Events:
         self.evaluation_finished: Callable[[EvaluationFinished], None] | None = None
         self.failures = 0
         """Exceptions raised by subscribers: logged, counted, never passed on."""
-        self._subscribers: dict[type, tuple[Callable[[Any], None], ...]] = {kind: () for kind in self.SLOTS}
+        self._subscribers: dict[type, tuple[Callable[[Any], None], ...]] = dict.fromkeys(self.SLOTS, ())
 
     def __repr__(self) -> str:
         heard = [f"{name} x{len(self._subscribers[kind])}" for kind, name in self.SLOTS.items() if getattr(self, name)]

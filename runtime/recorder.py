@@ -1,0 +1,118 @@
+"""What the model saw and sampled, token by token, as segments that grow by the new part only.
+
+Token truth: ids are stored as the server saw and sampled them. Where the next prompt extends the segment so far
+exactly, the turn extends it; otherwise (truncated, summarised, re-rendered, drifted) a new segment starts with the
+ids really used. So every generated token has `policy_mask` 1 exactly once, behind the context it was sampled from.
+"""
+
+from array import array
+from struct import pack
+
+from turngate.runtime.types import NO_TURN, NO_VERSION, Completion, Segment
+
+__all__ = ["Recorder"]
+
+_NO_VERSION = array("i", [NO_VERSION]).tobytes()
+_NO_TURN = array("i", [NO_TURN]).tobytes()
+
+
+class _Open:
+    """A segment under construction; the same five arrays, growable."""
+
+    __slots__ = ("logprobs", "policy_mask", "token_ids", "turn_ids", "versions")
+
+    def __init__(self) -> None:
+        self.token_ids = bytearray()
+        self.policy_mask = bytearray()
+        self.logprobs = bytearray()
+        self.versions = bytearray()
+        self.turn_ids = bytearray()
+
+    def add_context(self, ids: bytes) -> None:
+        count = len(ids) // 4
+        self.token_ids += ids
+        self.policy_mask += bytes(count)
+        self.logprobs += bytes(4 * count)
+        self.versions += _NO_VERSION * count
+        self.turn_ids += _NO_TURN * count
+
+    def add_completion(self, completion: Completion, turn: int) -> None:
+        count = len(completion.token_ids)
+        self.token_ids += array("i", completion.token_ids)
+        self.policy_mask += b"\x01" * count
+        self.logprobs += array("f", completion.logprobs)
+        self.versions += array("i", completion.versions)
+        self.turn_ids += pack("i", turn) * count
+
+    def close(self) -> Segment:
+        return Segment(
+            bytes(self.token_ids),
+            bytes(self.policy_mask),
+            bytes(self.logprobs),
+            bytes(self.versions),
+            bytes(self.turn_ids),
+        )
+
+
+class Recorder:
+    """Records the turns of one episode. Makes no copies of what it already holds."""
+
+    # Changed by add(): all of it.
+    __slots__ = ("_closed", "_open", "policy_tokens", "untrainable_because")
+
+    def __init__(self) -> None:
+        self._closed: list[Segment] = []
+        self._open: _Open | None = None
+        self.policy_tokens = 0
+        """Generated tokens recorded so far."""
+        self.untrainable_because = ""
+        """What the server failed to give, at the first turn it did; empty while everything is there."""
+
+    def __repr__(self) -> str:
+        count = len(self._closed) + (self._open is not None)
+        return f"<Recorder {count} segments, {self.policy_tokens} policy tokens>"
+
+    def add(self, completion: Completion, turn: int) -> tuple[int, int, int]:
+        """Record a turn and return (segment, start, length): where its tokens stand.
+
+        A completion without token ids or log-probs leaves no tokens, and the trajectory untrainable.
+        """
+        if missing := _missing(completion):
+            self.untrainable_because = self.untrainable_because or f"{missing} (turn {turn})"
+            return len(self._closed), len(self._open.policy_mask) if self._open is not None else 0, 0
+        prompt = array("i", completion.prompt_token_ids).tobytes()
+        segment = self._open
+        if segment is None or not prompt.startswith(segment.token_ids):
+            if segment is not None:
+                self._closed.append(segment.close())
+            segment = self._open = _Open()
+            segment.add_context(prompt)
+        else:
+            segment.add_context(prompt[len(segment.token_ids) :])
+        start = len(segment.policy_mask)
+        segment.add_completion(completion, turn)
+        length = len(completion.token_ids)
+        self.policy_tokens += length
+        return len(self._closed), start, length
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return what was recorded so far."""
+        return (*self._closed, self._open.close()) if self._open is not None else tuple(self._closed)
+
+    def last_context(self) -> bytes:
+        """Return the newest prompt with its completion, int32; empty when nothing was recorded.
+
+        What the environment answered last is not in it: no server has tokenised that yet.
+        """
+        return bytes(self._open.token_ids) if self._open is not None else b""
+
+
+def _missing(completion: Completion) -> str:
+    """Name what the server did not give; empty when the turn can be trained on."""
+    if not completion.prompt_token_ids:
+        return "the server gave no prompt token ids"
+    if not completion.token_ids and (completion.text or completion.tool_calls):
+        return "the server gave no token ids"
+    if len(completion.logprobs) != len(completion.token_ids):
+        return "the server gave no log-probs"
+    return ""

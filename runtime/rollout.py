@@ -1,0 +1,426 @@
+"""One episode as one coroutine: context, completion, record, step, until something ends it."""
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+import msgspec
+
+from turngate.envs.base import Action, End, Env, EnvFactory, Observation, Snapshot, SnapshotEnv, Step, Task, ToolSpec
+from turngate.runtime.clock import Clock, LoopClock
+from turngate.runtime.closing import close_env
+from turngate.runtime.context import Context, History, full
+from turngate.runtime.deadline import Deadline, DeadlineExceeded
+from turngate.runtime.endpoint import ChatEndpoint
+from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EnvError, ToolError
+from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
+from turngate.runtime.recorder import Recorder
+from turngate.runtime.seeds import derive_seed
+from turngate.runtime.types import Completion, Message, Sampling, Trajectory, Turn
+
+__all__ = ["Limits", "run_rollout"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_UNHEARD = Events()
+_FOREIGN_ENDS = frozenset({End.cancelled, End.endpoint_error})
+"""Ends that only the runtime can know."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Where collection stops. Reaching a limit of turns, tokens or time truncates the episode: the task could go on."""
+
+    max_turns: int = 16
+    max_policy_tokens: int | None = None
+    """Generated tokens per episode; the last turn's `max_tokens` shrinks to what is left."""
+    max_context_tokens: int | None = None
+    """Prompt and completion of one turn; no recorded segment is longer. None leaves it to the server."""
+    request_timeout_s: float = 600.0
+    """One completion, retries included; running into it is an endpoint_error."""
+    tool_timeout_s: float = 120.0
+    """One reset or step of the environment; running into it is an env_error."""
+    turn_timeout_s: float = 900.0
+    """One turn as a whole, context function included."""
+    rollout_timeout_s: float = 3600.0
+    close_timeout_s: float = 10.0
+    """Closing the environment; it is abandoned after that."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be positive: got {value} (Limits)")
+
+
+async def run_rollout(
+    env_factory: EnvFactory,
+    task: Task,
+    endpoint: ChatEndpoint,
+    *,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    context: Context | None = None,
+    seed: int = 0,
+    env_seed: int | None = None,
+    group_id: str = "",
+    member: int = 0,
+    trajectory_id: str = "",
+    events: Events | None = None,
+    clock: Clock | None = None,
+    keep_snapshots: bool = False,
+    on_cancelled: Callable[[Trajectory], None] | None = None,
+) -> Trajectory:
+    """Play one episode of `task` and return it, however it ended.
+
+    What goes wrong in the environment or at the endpoint is on the trajectory, as its end and `error`; only bugs of
+    ours and wrong configuration raise. Cancelled: the environment is closed, the partial record is finished with
+    `End.cancelled` and given to `on_cancelled` and the events, and CancelledError goes on.
+
+    Args: seed: root of this rollout's streams, the environment's and one per turn for the sampler.
+        env_seed: the environment's luck, to share it between members of a group; derived from `seed` when None.
+        keep_snapshots: store the environment's state before each action; the environment must be a SnapshotEnv.
+    """
+    episode = _Episode(
+        task=task,
+        endpoint=endpoint,
+        limits=limits,
+        sampling=sampling,
+        context=context or full(),
+        seed=seed,
+        env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
+        group_id=group_id,
+        member=member,
+        trajectory_id=trajectory_id or f"{task.id}.{seed}",
+        events=events or _UNHEARD,
+        clock=clock or LoopClock(),
+        keep_snapshots=keep_snapshots,
+    )
+    try:
+        try:
+            end, error = await episode.play(env_factory)
+        finally:
+            await episode.aclose()
+    except asyncio.CancelledError:
+        trajectory = episode.finish(End.cancelled, "cancelled from outside")
+        if on_cancelled is not None:
+            on_cancelled(trajectory)
+        raise
+    return episode.finish(end, error)
+
+
+class _Episode:
+    """The state of one episode and the steps of its loop."""
+
+    # State, changed as the episode goes on.
+    _env: Env | None  # made by play(), closed by aclose()
+    _history: History | None  # None until the environment has been reset
+    _turns: list[Turn]  # finished turns
+    _pending: "_Sampled | None"  # an action recorded and not yet answered by the environment
+    _limit_s: float  # loop time at which this turn, or the rollout, must be over
+    _limit_what: str
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        endpoint: ChatEndpoint,
+        limits: Limits,
+        sampling: Sampling,
+        context: Context,
+        seed: int,
+        env_seed: int,
+        group_id: str,
+        member: int,
+        trajectory_id: str,
+        events: Events,
+        clock: Clock,
+        keep_snapshots: bool,
+    ) -> None:
+        self._task, self._endpoint, self._limits, self._sampling = task, endpoint, limits, sampling
+        self._context, self._seed, self._env_seed = context, seed, env_seed
+        self._group_id, self._member, self._id = group_id, member, trajectory_id
+        self._events, self._clock, self._keep_snapshots = events, clock, keep_snapshots
+        self._env = self._history = self._pending = None
+        self._turns = []
+        self._tools: tuple[ToolSpec, ...] = ()
+        self._recorder = Recorder()
+        self._deadline = Deadline()
+        self._started_s = clock.now()
+
+    async def play(self, env_factory: EnvFactory) -> tuple[End, str]:
+        """Run until something ends the episode; return the end and, for failures and timeouts, what happened."""
+        if (tell := self._events.rollout_started) is not None:
+            tell(RolloutStarted(self._id, self._group_id, self._member, self._task.id))
+        try:
+            with self._deadline:
+                return await self._play(env_factory), ""
+        except DeadlineExceeded as error:
+            if not self._deadline.expired:
+                raise  # somebody else's deadline
+            return _TIMEOUTS[error.what], self._where(f"{error.what} must finish within its limit: see Limits")
+        except ContextOverflow as error:
+            return End.context_overflow, self._where(str(error))
+        except EndpointError as error:
+            return End.endpoint_error, self._where(f"{type(error).__name__}: {error}")
+        except ToolError as error:
+            return End.tool_error, self._where(f"ToolError: {error}")
+        except EnvError as error:
+            return End.env_error, self._where(str(error))
+
+    async def _play(self, env_factory: EnvFactory) -> End:
+        loop, limits = asyncio.get_running_loop(), self._limits
+        rollout_end_s = loop.time() + limits.rollout_timeout_s
+        self._limit_s, self._limit_what = rollout_end_s, "rollout"
+        history = await self._reset(env_factory)
+        while True:
+            # 1. Stop where the collector's limits say so.
+            turn = len(self._turns)
+            if turn >= limits.max_turns:
+                return End.turn_limit
+            sampling = self._allowed_sampling()
+            if sampling is None:
+                return End.token_limit
+            turn_end_s = loop.time() + limits.turn_timeout_s
+            if turn_end_s < rollout_end_s:
+                self._limit_s, self._limit_what = turn_end_s, "turn"
+            else:
+                self._limit_s, self._limit_what = rollout_end_s, "rollout"
+            # 2. Decide what the model sees, and sample what it does.
+            snapshot = await self._snapshot() if self._keep_snapshots else None
+            self._deadline.set(self._limit_s, self._limit_what)
+            sampled = await self._sample(history, sampling, turn)
+            if self._is_too_long(sampled.completion):
+                return End.context_overflow
+            # 3. Record it before anything else can fail.
+            self._record(sampled, turn, snapshot)
+            # 4. Let the environment answer.
+            end = await self._step(history, sampled)
+            if end is not None:
+                return end
+
+    async def _reset(self, env_factory: EnvFactory) -> History:
+        try:
+            self._env = env_factory()
+        except Exception as error:
+            raise EnvError(f"environment must be made without raising: got {_describe(error)}") from error
+        if self._keep_snapshots and not isinstance(self._env, SnapshotEnv):
+            raise ConfigError(
+                f"keep_snapshots needs snapshot() and restore(): {type(self._env).__name__} has not both; "
+                "turn it off or give the environment snapshots"
+            )
+        observation = await self._in_env("reset", self._env.reset, self._task, self._env_seed)
+        _require(observation, Observation, "reset")
+        self._tools = observation.tools
+        head = [Message("system", observation.system)] if observation.system else []
+        # The model must be told something: the task's own words stand in for an empty first observation.
+        head += _answer(observation) or [Message("user", self._task.prompt)]
+        self._history = History(head)
+        return self._history
+
+    def _allowed_sampling(self) -> Sampling | None:
+        """Return the sampling of the next turn within the token limit; None when there is nothing left."""
+        limit = self._limits.max_policy_tokens
+        if limit is None:
+            return self._sampling
+        left = limit - self._recorder.policy_tokens
+        if left <= 0:
+            return None
+        return self._sampling if left >= self._sampling.max_tokens else _shortened(self._sampling, left)
+
+    async def _sample(self, history: History, sampling: Sampling, turn: int) -> "_Sampled":
+        shown = self._context(history)
+        if type(shown) is not list and inspect.isawaitable(shown):
+            shown = await shown
+        asked_s = self._clock.now()
+        completion = await self._endpoint.complete(
+            cast(Sequence[Message], shown),
+            sampling,
+            seed=derive_seed(self._seed, "sampler", turn),
+            tools=self._tools,
+            timeout_s=self._limits.request_timeout_s,
+        )
+        return _Sampled(completion, self._clock.now() - asked_s)
+
+    def _is_too_long(self, completion: Completion) -> bool:
+        limit = self._limits.max_context_tokens
+        return limit is not None and len(completion.prompt_token_ids) + len(completion.token_ids) > limit
+
+    def _record(self, sampled: "_Sampled", turn: int, snapshot: Snapshot | None) -> None:
+        sampled.segment, sampled.start, sampled.length = self._recorder.add(sampled.completion, turn)
+        sampled.snapshot = snapshot
+        self._pending = sampled
+
+    async def _step(self, history: History, sampled: "_Sampled") -> End | None:
+        completion = sampled.completion
+        asked_s = self._clock.now()
+        step = await self._in_env("step", cast(Env, self._env).step, Action(completion.text, completion.tool_calls))
+        rewards = _checked_rewards(step)
+        turn = self._turn(sampled, step, rewards, self._clock.now() - asked_s)
+        self._turns.append(turn)
+        self._pending = None
+        history.append_turn(_said(completion), _answer(step.observation))
+        if (tell := self._events.turn_finished) is not None:
+            tell(TurnFinished(self._id, turn))
+        return step.end
+
+    async def _snapshot(self) -> Snapshot:
+        snapshot = await self._in_env("snapshot", cast(SnapshotEnv, self._env).snapshot)
+        _require(snapshot, Snapshot, "snapshot")
+        return snapshot
+
+    async def _in_env(self, what: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Await a call into the environment within the tool deadline; whatever it raises becomes an EnvError."""
+        tool_end_s = asyncio.get_running_loop().time() + self._limits.tool_timeout_s
+        if tool_end_s < self._limit_s:
+            self._deadline.set(tool_end_s, f"env.{what}")
+        else:
+            self._deadline.set(self._limit_s, self._limit_what)
+        try:
+            return await call(*args, **kwargs)
+        except asyncio.CancelledError as error:
+            if self._deadline.expired or self._deadline.cancelled_from_outside():
+                raise
+            raise EnvError(f"env.{what} must not raise CancelledError: nobody cancelled it") from error
+        except ToolError:
+            raise
+        except Exception as error:
+            raise EnvError(f"env.{what} must not raise: got {_describe(error)}") from error
+
+    def _turn(self, sampled: "_Sampled", step: Step | None, rewards: dict[str, float], env_s: float) -> Turn:
+        completion = sampled.completion
+        return Turn(
+            index=len(self._turns),
+            segment=sampled.segment,
+            start=sampled.start,
+            length=sampled.length,
+            text=completion.text,
+            tool_calls=completion.tool_calls,
+            stop_reason=completion.stop_reason,
+            observation=_shown(step.observation) if step is not None else "",
+            rewards=rewards,
+            valid=step.valid if step is not None else True,
+            version_sent=completion.version_sent,
+            version_received=completion.version_received,
+            model_s=sampled.model_s,
+            env_s=env_s,
+            snapshot=sampled.snapshot,
+            state=step.state if step is not None else None,
+        )
+
+    async def aclose(self) -> None:
+        """Close the environment, if there is one; see `close_env`."""
+        env, self._env = self._env, None
+        if env is not None:
+            await close_env(env, timeout_s=self._limits.close_timeout_s, owner=f"trajectory {self._id}")
+
+    def finish(self, end: End, error: str) -> Trajectory:
+        """Return the record as it stands and tell the events."""
+        messages = list(self._history.messages) if self._history is not None else []
+        if self._pending is not None:
+            # Its tokens are in the segments, so the turn must be among the turns, answered or not.
+            messages.append(_said(self._pending.completion))
+            self._turns.append(self._turn(self._pending, None, {}, 0.0))
+            self._pending = None
+        recorder = self._recorder
+        trajectory = Trajectory(
+            id=self._id,
+            task=self._task,
+            group_id=self._group_id,
+            member=self._member,
+            seed=self._seed,
+            turns=tuple(self._turns),
+            segments=recorder.segments(),
+            end=end,
+            error=error,
+            messages=tuple(messages),
+            last_context=recorder.last_context() if end.is_truncation else b"",
+            trainable=not recorder.untrainable_because,
+            untrainable_because=recorder.untrainable_because,
+            started_s=self._started_s,
+            ended_s=self._clock.now(),
+        )
+        if (tell := self._events.rollout_finished) is not None:
+            tell(RolloutFinished(trajectory))
+        return trajectory
+
+    def _where(self, what: str) -> str:
+        return f"{what} (trajectory {self._id}, turn {len(self._turns)})"
+
+
+class _Sampled:
+    """A completion and what the record needs to know about it until the environment has answered."""
+
+    __slots__ = ("completion", "length", "model_s", "segment", "snapshot", "start")
+
+    def __init__(self, completion: Completion, model_s: float) -> None:
+        self.completion = completion
+        self.model_s = model_s
+        self.segment = self.start = self.length = 0
+        self.snapshot: Snapshot | None = None
+
+
+_TIMEOUTS = {
+    "turn": End.timeout,
+    "rollout": End.timeout,
+    "env.reset": End.env_error,
+    "env.step": End.env_error,
+    "env.snapshot": End.env_error,
+}
+"""What running into each deadline means: a hanging environment is a failure, a slow episode is cut short."""
+
+
+def _shortened(sampling: Sampling, max_tokens: int) -> Sampling:
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+
+
+def _said(completion: Completion) -> Message:
+    return Message("assistant", completion.text, completion.tool_calls)
+
+
+def _answer(observation: Observation) -> list[Message]:
+    messages = [Message("tool", result.text, (), result.call_id) for result in observation.results]
+    if observation.text:
+        messages.append(Message("user", observation.text))
+    return messages
+
+
+def _shown(observation: Observation) -> str:
+    if not observation.results:
+        return observation.text
+    return "\n".join(
+        [*(result.text for result in observation.results), *([observation.text] if observation.text else ())]
+    )
+
+
+def _require(value: object, kind: type, where: str) -> None:
+    if not isinstance(value, kind):
+        raise EnvError(f"env.{where} must return {kind.__name__}: got {type(value).__name__} ({str(value)[:80]!r})")
+
+
+def _checked_rewards(step: Step) -> dict[str, float]:
+    """Require a well-formed step and return its rewards as floats. Raises EnvError naming what is wrong."""
+    _require(step, Step, "step")
+    _require(step.observation, Observation, "step().observation")
+    end: Any = step.end
+    if end is not None and (not isinstance(end, End) or end in _FOREIGN_ENDS):
+        raise EnvError(f"env.step must end with an End the task can know, or None: got {end!r}")
+    rewards: dict[str, float] = {}
+    for name, value in step.rewards.items():
+        try:
+            rewards[name] = number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise EnvError(f"rewards must be finite numbers: got {value!r} ({name!r} in env.step)")
+    return rewards
+
+
+def _describe(error: BaseException) -> str:
+    """Return the exception's type and text and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{at}"

@@ -1,0 +1,165 @@
+"""How requests reach a server: one method, and its implementation on aiohttp."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import NamedTuple, Protocol
+
+import aiohttp
+from yarl import URL
+
+from turngate.runtime.deadline import Deadline
+from turngate.runtime.errors import ConfigError
+
+__all__ = ["HttpTransport", "Reply", "Transport", "raise_file_limit"]
+
+
+class Reply(NamedTuple):
+    """An HTTP reply, whole."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Case-insensitive."""
+    body: bytes
+
+
+class Transport(Protocol):
+    """Carries requests to one server."""
+
+    async def post(self, path: str, body: bytes, *, timeout_s: float) -> Reply:
+        """Send JSON and return the whole reply, whatever its status. Cancelled: the connection is closed.
+
+        Raises: ConnectionError: no whole reply arrived. TimeoutError: none within `timeout_s`.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        ...
+
+
+class HttpTransport:
+    """Connections to one server on aiohttp, as many as there are requests under way.
+
+    Sessions belong to an event loop; each loop that posts gets its own, closed by `aclose` or when its loop shuts
+    down its asynchronous generators, as `asyncio.run` does.
+    """
+
+    # Changed by post() and aclose(): _sessions, _urls.
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, keepalive_s: float = 4.0) -> None:
+        """Prepare to post below `url`; connects to nothing yet.
+
+        Args: keepalive_s: how long an idle connection is kept. Must stay below the server's own limit (5 s in
+            uvicorn), or requests meet connections that are just being closed.
+        Raises: ConfigError: `url` is not an http(s) URL.
+        """
+        base = URL(url.rstrip("/"))
+        if base.scheme not in ("http", "https") or not base.host:
+            raise ConfigError(f"url must be http(s)://host[:port]/path: got {url!r}; e.g. http://127.0.0.1:8000/v1")
+        self._base = str(base)
+        # Identity: compressed replies would cost both sides CPU on a fast network.
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
+        self._keepalive_s = keepalive_s
+        self._urls: dict[str, URL] = {}
+        self._sessions: dict[asyncio.AbstractEventLoop, _Sessions] = {}
+        raise_file_limit()
+
+    def __repr__(self) -> str:
+        return f"<HttpTransport {self._base}>"
+
+    async def post(self, path: str, body: bytes, *, timeout_s: float) -> Reply:
+        """Send JSON and return the whole reply.
+
+        A pooled connection that the server has closed dies before the first byte of the reply; that costs one
+        immediate retry on a connection of its own. aiohttp itself never retries a POST.
+        """
+        loop = asyncio.get_running_loop()
+        sessions = self._sessions.get(loop) or await self._open(loop)
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(self._base + path)
+        with Deadline() as deadline:
+            deadline.set(loop.time() + timeout_s, "request")
+            try:
+                try:
+                    return await _post(sessions.pooled, url, body)
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                    if isinstance(error, aiohttp.ClientConnectorError):
+                        raise  # nothing was reused: the server is not there
+                    return await _post(sessions.single_use(), url, body)
+            except (aiohttp.ClientError, OSError) as error:
+                raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+    async def aclose(self) -> None:
+        """Close the connections of the running loop."""
+        sessions = self._sessions.pop(asyncio.get_running_loop(), None)
+        if sessions is not None:
+            await sessions.lifetime.aclose()
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> "_Sessions":
+        for other in [known for known in self._sessions if known.is_closed()]:
+            del self._sessions[other]
+        sessions = _Sessions(self._headers, self._keepalive_s)
+        self._sessions[loop] = sessions
+        # The first step makes the loop know the generator, so that it closes it when it shuts down.
+        await anext(sessions.lifetime)
+        return sessions
+
+
+class _Sessions:
+    """The aiohttp sessions of one event loop."""
+
+    def __init__(self, headers: Mapping[str, str], keepalive_s: float) -> None:
+        self._headers = headers
+        self.pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_s))
+        self._single_use: aiohttp.ClientSession | None = None
+        self.lifetime: AsyncGenerator[None] = self._live()
+
+    def single_use(self) -> aiohttp.ClientSession:
+        """Return the session that makes a fresh connection for every request."""
+        if self._single_use is None:
+            self._single_use = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
+        return self._single_use
+
+    def _session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # Our own deadline bounds a request as a whole; aiohttp's timers would be a second, dearer one.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+        )
+
+    async def _live(self) -> AsyncGenerator[None]:
+        try:
+            yield
+        finally:
+            await self.pooled.close()
+            if self._single_use is not None:
+                await self._single_use.close()
+
+
+async def _post(session: aiohttp.ClientSession, url: URL, body: bytes) -> Reply:
+    # Redirects are not followed: a POST would come back as a GET.
+    response = await session.post(url, data=body, allow_redirects=False)
+    try:
+        return Reply(response.status, response.headers, await response.read())
+    finally:
+        response.release()
+
+
+def raise_file_limit() -> None:
+    """Raise this process's soft limit of open files to the hard one; every live request needs a socket.
+
+    The usual soft limit of 1,024 fails thousands of rollouts at once. Does nothing where limits are unknown.
+    """
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):
+            pass  # some systems report a hard limit they do not grant; the soft one then has to do

@@ -1,0 +1,297 @@
+"""The OpenAI-compatible wire format, as typed structs that name only the fields we need.
+
+Beyond the OpenAI API, as vLLM and the embedded engine have them: `return_token_ids` and `top_k` in requests,
+`token_ids` and `prompt_token_ids` in replies. Of the embedded engine alone: `policy_versions`, one per token.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.errors import MalformedReply
+from turngate.runtime.types import Completion, Message
+
+__all__ = [
+    "ChatReply",
+    "ChatRequest",
+    "TextReply",
+    "TextRequest",
+    "chat_completion",
+    "decode_reply",
+    "error_message",
+    "text_completion",
+    "wire_messages",
+    "wire_tools",
+]
+
+_LOGPROB_SLACK = 1e-6
+"""How far above 0 rounding may push the log-probability of a certain token."""
+_MAX_ID = 2**31 - 1
+"""Ids are stored as int32."""
+
+
+class WireFunction(msgspec.Struct):
+    """Name and raw JSON arguments of a tool call."""
+
+    name: str
+    arguments: str = ""
+
+
+class WireToolCall(msgspec.Struct):
+    """A tool call as the API spells it."""
+
+    function: WireFunction
+    id: str = ""
+    type: str = "function"
+
+
+class WireMessage(msgspec.Struct):
+    """An assistant message with tool calls; all other messages are encoded from `Message` directly."""
+
+    role: str
+    content: str
+    tool_calls: tuple[WireToolCall, ...]
+
+
+class WireTool(msgspec.Struct):
+    """A tool on offer."""
+
+    function: ToolSpec
+    type: str = "function"
+
+
+class ChatRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """POST /chat/completions. Fields with defaults are left out when unset."""
+
+    model: str
+    messages: "Sequence[Message | WireMessage]"
+    temperature: float
+    top_p: float
+    max_tokens: int
+    logprobs: bool
+    top_k: int | None = None
+    return_token_ids: bool | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    tools: tuple[WireTool, ...] = ()
+
+
+class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """POST /completions with a prompt of token ids."""
+
+    model: str
+    prompt: Sequence[int]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    logprobs: int
+    top_k: int | None = None
+    return_token_ids: bool | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    echo: bool = False
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """One sampled token; its text and alternatives are skipped."""
+
+    logprob: float | None
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probs of a chat choice."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class ReplyMessage(msgspec.Struct):
+    """The sampled message."""
+
+    content: str | None = None
+    tool_calls: list[WireToolCall] | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One sampled completion."""
+
+    message: ReplyMessage
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+    policy_versions: list[int] | None = None
+
+
+class ChatReply(msgspec.Struct):
+    """Reply of /chat/completions."""
+
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+
+
+class TextLogprobs(msgspec.Struct):
+    """Flat log-probs of the legacy completions API."""
+
+    token_logprobs: list[float | None] | None = None
+
+
+class TextChoice(msgspec.Struct):
+    """One sampled completion; vLLM puts the prompt's ids here, other servers at the top."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: TextLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    policy_versions: list[int] | None = None
+
+
+class TextReply(msgspec.Struct):
+    """Reply of /completions."""
+
+    choices: list[TextChoice]
+    prompt_token_ids: list[int] | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    """The shapes servers give errors: OpenAI nests them, older vLLM is flat, FastAPI says `detail`."""
+
+    error: object = None
+    message: object = None
+    detail: object = None
+
+
+_decode_chat = msgspec.json.Decoder(ChatReply).decode
+_decode_text = msgspec.json.Decoder(TextReply).decode
+
+
+def wire_messages(messages: Sequence[Message]) -> "Sequence[Message | WireMessage]":
+    """Return messages in the shape the API wants; the sequence itself when nothing needs changing."""
+    for message in messages:
+        if message.tool_calls:
+            return [_wire_message(message) if message.tool_calls else message for message in messages]
+    return messages
+
+
+def _wire_message(message: Message) -> WireMessage:
+    calls = tuple(WireToolCall(WireFunction(c.name, c.arguments), c.id) for c in message.tool_calls)
+    return WireMessage(message.role, message.content, calls)
+
+
+def wire_tools(tools: Sequence[ToolSpec]) -> tuple[WireTool, ...]:
+    """Return tools in the shape the API wants; an empty list is left out of the request, as it changes prompts."""
+    return tuple(WireTool(tool) for tool in tools)
+
+
+def decode_reply(body: bytes, *, text: bool = False) -> ChatReply | TextReply:
+    """Decode a reply of /completions (`text`) or /chat/completions.
+
+    Raises: MalformedReply: not JSON, or a needed field is missing or of the wrong type; the message has its path.
+    """
+    try:
+        return _decode_text(body) if text else _decode_chat(body)
+    except msgspec.MsgspecError as error:
+        raise MalformedReply(f"reply must be a completion object: {error}; it starts with {body[:80]!r}") from error
+
+
+def chat_completion(reply: ChatReply, version_sent: int, version_received: int) -> Completion:
+    """Check a chat reply and return its only choice as a completion.
+
+    Raises: MalformedReply: what is there contradicts itself. Missing ids or log-probs are not an error.
+    """
+    if not reply.choices:
+        raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
+    choice = reply.choices[0]
+    message = choice.message
+    logprobs: list[float] = []
+    if choice.logprobs is not None and choice.logprobs.content is not None:
+        logprobs = [token.logprob for token in choice.logprobs.content]  # type: ignore[misc]  # None: checked below
+    calls = message.tool_calls
+    return Completion(
+        message.content or "",
+        *_checked_tokens(choice.token_ids, logprobs, choice.policy_versions, version_sent),
+        _checked_ids(reply.prompt_token_ids, "prompt_token_ids"),
+        choice.finish_reason or "stop",
+        tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls) if calls else (),
+        version_sent,
+        version_received,
+    )
+
+
+def text_completion(reply: TextReply, prompt: Sequence[int], version_sent: int, version_received: int) -> Completion:
+    """Check a reply of /completions to a prompt of ids. Raises MalformedReply as `chat_completion` does."""
+    if not reply.choices:
+        raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
+    choice = reply.choices[0]
+    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    return Completion(
+        choice.text,
+        *_checked_tokens(choice.token_ids, logprobs or [], choice.policy_versions, version_sent),  # type: ignore[arg-type]
+        _checked_ids(reply.prompt_token_ids or choice.prompt_token_ids, "prompt_token_ids") or prompt,
+        choice.finish_reason or "stop",
+        (),
+        version_sent,
+        version_received,
+    )
+
+
+def _checked_tokens(
+    ids: list[int] | None, logprobs: list[float], versions: list[int] | None, version_sent: int
+) -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
+    """Return (ids, log-probs, versions) of the sampled tokens, aligned; empty where the server gave none."""
+    checked = _checked_ids(ids, "choices[0].token_ids")
+    if logprobs:
+        check_logprobs(logprobs, "choices[0].logprobs")
+    if not checked:
+        return (), (), ()
+    count = len(checked)
+    if logprobs and len(logprobs) != count:
+        raise MalformedReply(
+            f"logprobs must align with token_ids: expected {count}, got {len(logprobs)} (choices[0].logprobs)"
+        )
+    if not versions:
+        # The server does not say: the version known at send is the oldest that can have produced a token.
+        return checked, logprobs, [version_sent] * count
+    if len(versions) != count:
+        raise MalformedReply(
+            f"policy_versions must align with token_ids: expected {count}, got {len(versions)} "
+            "(choices[0].policy_versions)"
+        )
+    if min(versions) < 0 or max(versions) > _MAX_ID:
+        raise MalformedReply(f"policy_versions must be 0 or more: got {min(versions)} (choices[0].policy_versions)")
+    return checked, logprobs, versions
+
+
+def _checked_ids(ids: list[int] | None, where: str) -> Sequence[int]:
+    if not ids:
+        return ()
+    if min(ids) < 0 or max(ids) > _MAX_ID:
+        at, bad = next((i, x) for i, x in enumerate(ids) if not 0 <= x <= _MAX_ID)
+        raise MalformedReply(f"token ids must be between 0 and {_MAX_ID}: got {bad} ({where}[{at}])")
+    return ids
+
+
+def check_logprobs(logprobs: Sequence[float | None], where: str) -> None:
+    """Require finite log-probs of at most 0. Raises MalformedReply naming the first that is not."""
+    try:
+        if math.isfinite(sum(logprobs)) and max(logprobs) <= _LOGPROB_SLACK:  # type: ignore[arg-type,type-var,operator]
+            return
+    except TypeError:
+        pass  # a null among them
+    for at, logprob in enumerate(logprobs):
+        if logprob is None or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK:
+            raise MalformedReply(f"log-probs must be finite and at most 0: got {logprob} ({where}[{at}])")
+
+
+def error_message(body: bytes) -> str:
+    """Return the message in an error reply of any common shape, or the start of whatever came instead."""
+    try:
+        decoded = msgspec.json.decode(body, type=_ErrorBody)
+    except msgspec.MsgspecError:
+        return body[:200].decode(errors="replace")
+    found = decoded.error if decoded.error is not None else decoded.message or decoded.detail
+    if isinstance(found, dict):
+        parts = [str(found[key]) for key in ("message", "code") if found.get(key)]
+        found = " | ".join(parts) or found
+    return str(found)[:500] if found else body[:200].decode(errors="replace")
