@@ -1,0 +1,249 @@
+"""From records to tensors: token-aligned packed arrays, minibatches of whole trajectories, tightly padded forwards.
+
+    Batch -> PackedBatch (every token once, no padding) -> rows per optimizer step -> MicroBatch per forward
+
+Everything a loss needs lives in flat (N,) arrays over tokens; padding exists only inside one forward pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from turngate.runtime.errors import ConfigError, LearnerError, RecordError
+from turngate.runtime.types import NO_TURN, NO_VERSION, Batch, Segment, Trajectory
+
+__all__ = ["MicroBatch", "PackedBatch", "length_sorted", "microbatches", "minibatches", "pack"]
+
+# A behaviour log-prob above 0 is no log-probability; float32 rounding of a near-certain token may reach this.
+_LOGPROB_SLACK = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Rows (segments) laid end to end; index s of every (N,) array belongs to token s."""
+
+    token_ids_N: Tensor
+    """int64."""
+    mask_N: Tensor
+    """bool; True on the tokens that are trained: generated, young enough, of a member that counts."""
+    behaviour_logprobs_N: Tensor
+    """float32; 0 and never read where the mask is False."""
+    versions_N: Tensor
+    """int64; NO_VERSION on context."""
+    turn_ids_N: Tensor
+    """int64; NO_TURN on context."""
+    row_ids_N: Tensor
+    trajectory_ids_N: Tensor
+    group_ids_N: Tensor
+    """int64; which row, trajectory and group the token belongs to, counted within the batch."""
+    row_lengths: tuple[int, ...]
+    """Tokens of each row; they sum to N."""
+    row_trajectories: tuple[int, ...]
+    """Trajectory of each row."""
+    trajectory_names: tuple[str, ...]
+    """Ids of all trajectories of the batch, kept or not, for messages; indexed by trajectory_ids_N."""
+
+    @property
+    def policy_tokens(self) -> int:
+        """Number of trained tokens."""
+        return int(self.mask_N.sum())
+
+    def row_starts(self) -> NDArray[np.int64]:
+        """Return the position of each row's first token, shape (rows,)."""
+        return np.cumsum([0, *self.row_lengths], dtype=np.int64)[:-1]
+
+    def rows_mask(self, rows: Sequence[int]) -> Tensor:
+        """Return the mask (N,) of the trained tokens of `rows` alone."""
+        chosen_R = torch.zeros(len(self.row_lengths), dtype=torch.bool)
+        chosen_R[torch.tensor(rows, dtype=torch.int64)] = True
+        return self.mask_N & chosen_R[self.row_ids_N]
+
+    def where(self, position: int) -> str:
+        """Name the token at `position` of the packed arrays: trajectory, turn, place inside its segment."""
+        start = int(self.row_starts()[int(self.row_ids_N[position])])
+        name = self.trajectory_names[int(self.trajectory_ids_N[position])]
+        return f"trajectory {name}, turn {int(self.turn_ids_N[position])}, token {position - start} of its segment"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass: right-padded rows of similar length, and where the trained tokens are."""
+
+    token_ids_BT: Tensor
+    """int64, padded with 0. Right padding needs no attention mask under causal attention."""
+    rows_P: Tensor
+    columns_P: Tensor
+    """int64; row and column of each of the P trained tokens."""
+    packed_P: Tensor
+    """int64; position of the same tokens in the packed arrays."""
+
+
+def pack(batch: Batch, keep: Sequence[Sequence[bool]], *, vocabulary_size: int) -> PackedBatch:
+    """Lay out every segment of the kept trajectories that holds a trained token, one row each.
+
+    Args: keep: per group of the batch and per member. A member that is not kept adds no row, so its tokens are in no
+    numerator and no denominator. Tokens older than `batch.min_version` lose their mask.
+    Raises: RecordError: a kept trajectory contradicts itself. LearnerError: it lacks token ids or log-probs.
+    """
+    rows: list[_Row] = []
+    names: list[str] = []
+    for group_index, group in enumerate(batch.groups):
+        for trajectory, is_kept in zip(group.trajectories, keep[group_index], strict=True):
+            if is_kept:
+                check_trajectory(trajectory)
+                place = (len(names), group_index)
+                new = (_row(segment, trajectory.id, batch, vocabulary_size, place) for segment in trajectory.segments)
+                rows.extend(row for row in new if row is not None)
+            names.append(trajectory.id)
+    return _concatenate(rows, tuple(names))
+
+
+def minibatches(batch: PackedBatch, count: int, generator: torch.Generator) -> list[list[int]]:
+    """Deal the rows into at most `count` parts, by whole trajectories in random order.
+
+    All segments of a trajectory land in one part, so that statistics per trajectory stay whole.
+    """
+    rows_of: dict[int, list[int]] = {}
+    for row, trajectory in enumerate(batch.row_trajectories):
+        rows_of.setdefault(trajectory, []).append(row)
+    order = list(rows_of)
+    shuffled = [order[i] for i in torch.randperm(len(order), generator=generator).tolist()]
+    parts = [shuffled[start::count] for start in range(min(count, len(shuffled)))]
+    return [[row for trajectory in part for row in rows_of[trajectory]] for part in parts]
+
+
+def microbatches(batch: PackedBatch, rows: Sequence[int], max_tokens: int) -> Iterator[MicroBatch]:
+    """Cut `rows` into forward passes of at most `max_tokens` padded tokens, longest rows together.
+
+    Every trained token is in exactly one of them. A row longer than `max_tokens` gets a pass of its own.
+    """
+    starts = batch.row_starts()
+    mask_N, token_ids_N = batch.mask_N.numpy(), batch.token_ids_N.numpy()
+    for indices in length_sorted([batch.row_lengths[row] for row in rows], max_tokens):
+        chosen = [rows[i] for i in indices]
+        token_ids_BT = np.zeros((len(chosen), batch.row_lengths[chosen[0]]), np.int64)
+        where: list[NDArray[np.int64]] = []
+        for b, row in enumerate(chosen):
+            start, length = int(starts[row]), batch.row_lengths[row]
+            token_ids_BT[b, :length] = token_ids_N[start : start + length]
+            columns = np.flatnonzero(mask_N[start : start + length])
+            where.append(np.stack([np.full_like(columns, b), columns, columns + start]))
+        rows_P, columns_P, packed_P = torch.from_numpy(np.concatenate(where, axis=1))
+        yield MicroBatch(torch.from_numpy(token_ids_BT), rows_P, columns_P, packed_P)
+
+
+def length_sorted(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group indices of similar length, longest first, so that no group padded to its longest exceeds `max_tokens`."""
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens must be positive: got {max_tokens}")
+    groups: list[list[int]] = []
+    width = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not groups or (len(groups[-1]) + 1) * width > max_tokens:
+            groups.append([])
+            width = lengths[index]
+        groups[-1].append(index)
+    return groups
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Check what only shows over all segments: each recorded action is in exactly one of them, whole.
+
+    Raises: RecordError: it is not. LearnerError: there is nothing to train on.
+    """
+    if not trajectory.trainable:
+        raise LearnerError(
+            f"trajectory {trajectory.id} must be trainable: {trajectory.untrainable_because or 'no reason recorded'}; "
+            "training needs token ids and log-probs of the sampled distribution from the endpoint"
+        )
+    recorded = {turn.index: turn.length for turn in trajectory.turns if turn.length}
+    found: dict[int, int] = {}
+    for segment in trajectory.segments:
+        turns_P = np.frombuffer(segment.turn_ids, np.int32)[np.frombuffer(segment.policy_mask, np.uint8) != 0]
+        for turn, count in zip(*np.unique(turns_P, return_counts=True), strict=True):
+            found[int(turn)] = found.get(int(turn), 0) + int(count)
+    if found != recorded:
+        wrong = sorted(t for t in found.keys() | recorded.keys() if found.get(t) != recorded.get(t))
+        raise RecordError(
+            f"every generated token must be in exactly one segment: expected {[recorded.get(t, 0) for t in wrong]} "
+            f"tokens, got {[found.get(t, 0) for t in wrong]} (trajectory {trajectory.id}, turns {wrong})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One segment, cut after its last trained token: nothing behind it can matter to a causal model."""
+
+    token_ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    behaviour_T: NDArray[np.float32]
+    versions_T: NDArray[np.int64]
+    turn_ids_T: NDArray[np.int64]
+    trajectory: int
+    group: int
+
+
+def _row(segment: Segment, name: str, batch: Batch, vocabulary_size: int, place: tuple[int, int]) -> _Row | None:
+    generated_T = np.frombuffer(segment.policy_mask, np.uint8) != 0
+    versions_T = np.frombuffer(segment.versions, np.int32).astype(np.int64)
+    mask_T = generated_T & (versions_T >= batch.min_version)
+    if not mask_T.any():
+        return None
+    end = int(np.flatnonzero(mask_T)[-1]) + 1
+    row = _Row(
+        token_ids_T=np.frombuffer(segment.token_ids, np.int32)[:end].astype(np.int64),
+        mask_T=mask_T[:end],
+        behaviour_T=np.where(mask_T, np.frombuffer(segment.logprobs, np.float32), np.float32(0))[:end],
+        versions_T=np.where(generated_T, versions_T, NO_VERSION)[:end],
+        turn_ids_T=np.where(generated_T, np.frombuffer(segment.turn_ids, np.int32), NO_TURN)[:end].astype(np.int64),
+        trajectory=place[0],
+        group=place[1],
+    )
+    _check_row(row, name, batch.policy_version, vocabulary_size)
+    return row
+
+
+def _check_row(row: _Row, name: str, policy_version: int, vocabulary_size: int) -> None:
+    bad_logprob_T = ~(np.isfinite(row.behaviour_T) & (row.behaviour_T <= _LOGPROB_SLACK))
+    bad_id_T = (row.token_ids_T < 0) | (row.token_ids_T >= vocabulary_size)
+    bad_version_T = row.versions_T > policy_version
+    checks: tuple[tuple[str, NDArray[np.bool_], NDArray[Any]], ...] = (
+        ("behaviour log-prob must be finite and at most 0", bad_logprob_T, row.behaviour_T),
+        (f"token id must be in the vocabulary of {vocabulary_size}", bad_id_T, row.token_ids_T),
+        (f"token version must be at most the learner's {policy_version}", bad_version_T, row.versions_T),
+        # Position 0 has no prediction: nothing can have generated it.
+        ("the first token of a segment must be context", row.mask_T[:1], row.mask_T),
+    )
+    for what, bad_T, values_T in checks:
+        if bad_T.any():
+            at = int(np.flatnonzero(bad_T)[0])
+            raise RecordError(f"{what}: got {values_T[at]} (trajectory {name}, turn {row.turn_ids_T[at]}, token {at})")
+
+
+def _concatenate(rows: Sequence[_Row], names: tuple[str, ...]) -> PackedBatch:
+    lengths = np.asarray([len(row.mask_T) for row in rows], np.int64)
+
+    def tokens(values: Sequence[NDArray[Any]], dtype: type) -> Tensor:
+        return torch.from_numpy(np.concatenate(values) if values else np.empty(0, dtype))
+
+    def spread(values: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values, np.int64), lengths))
+
+    return PackedBatch(
+        token_ids_N=tokens([row.token_ids_T for row in rows], np.int64),
+        mask_N=tokens([row.mask_T for row in rows], np.bool_),
+        behaviour_logprobs_N=tokens([row.behaviour_T for row in rows], np.float32),
+        versions_N=tokens([row.versions_T for row in rows], np.int64),
+        turn_ids_N=tokens([row.turn_ids_T for row in rows], np.int64),
+        row_ids_N=spread(range(len(rows))),
+        trajectory_ids_N=spread([row.trajectory for row in rows]),
+        group_ids_N=spread([row.group for row in rows]),
+        row_lengths=tuple(lengths.tolist()),
+        row_trajectories=tuple(row.trajectory for row in rows),
+        trajectory_names=names,
+    )

@@ -1,0 +1,50 @@
+"""Log-ratios and ratios between policies, clamped where an exponential would stop meaning anything."""
+
+import torch
+from torch import Tensor
+
+from turngate.runtime.errors import LearnerError
+
+__all__ = ["LOG_RATIO_CLAMP", "ShapeError", "check_shapes", "log_ratio", "unit_index", "unit_sums"]
+
+LOG_RATIO_CLAMP = 20.0
+"""exp(20) is 5e8: beyond it a ratio carries no information and float32 sums lose everything else."""
+
+
+class ShapeError(LearnerError, ValueError):
+    """Arrays that must align do not."""
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor, *, clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+    """Return the log-ratio per token, clamped to [-clamp, clamp]; the gradient is zero where it is clamped."""
+    return (logprobs - old_logprobs).clamp(-clamp, clamp)
+
+
+def check_shapes(**arrays: Tensor) -> None:
+    """Raise ShapeError unless all arrays have one shape: broadcasting (B, 1) against (B, T) is never meant."""
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    if len(set(shapes.values())) > 1:
+        raise ShapeError(f"token arrays must have one shape: got {shapes}; align and expand them first")
+
+
+def unit_index(mask: Tensor, *keys: Tensor) -> tuple[Tensor, int]:
+    """Number the distinct combinations of `keys` among masked-in tokens, in the order of the keys.
+
+    Args: mask: (..., ) bool. keys: integer arrays of the mask's shape, the most significant first.
+    Returns: index of the mask's shape, -1 where the mask is False; number of units.
+    """
+    check_shapes(mask=mask, **{f"key_{i}": key for i, key in enumerate(keys)})
+    index = torch.full(mask.shape, -1, dtype=torch.int64, device=mask.device)
+    if not mask.any():
+        return index, 0
+    stacked_PK = torch.stack([key[mask].to(torch.int64) for key in keys], dim=-1)
+    units, inverse_P = torch.unique(stacked_PK, dim=0, return_inverse=True)
+    index[mask] = inverse_P
+    return index, len(units)
+
+
+def unit_sums(values: Tensor, index: Tensor, units: int) -> Tensor:
+    """Return the sum of `values` over each unit, shape (units,), accumulated in float64; index -1 is in none."""
+    inside = index >= 0
+    sums_U = torch.zeros(units, dtype=torch.float64, device=values.device)
+    return sums_U.index_add(0, index[inside], values[inside].to(torch.float64))

@@ -1,0 +1,113 @@
+"""Who votes in a group and who trains: from how each episode ended, as data, never guessed from lengths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from turngate.envs.base import End
+from turngate.learners.advantages.group import GroupAdvantage, GroupScheme, batch_reward_std, group_advantages
+from turngate.runtime.errors import RecordError
+from turngate.runtime.types import Batch, Group, Trajectory
+
+__all__ = ["BatchAdvantages", "CriticHandling", "GroupHandling", "assess", "critic_handling", "group_handling"]
+
+CriticHandling: TypeAlias = Literal["reward", "bootstrap", "drop"]
+GroupHandling: TypeAlias = Literal["vote", "exclude"]
+
+
+def critic_handling(end: End) -> CriticHandling:
+    """Return what a value target does at this end: nothing follows, bootstrap, or the episode does not count."""
+    if end.is_terminal:
+        return "reward"
+    return "bootstrap" if end.is_truncation else "drop"
+
+
+def group_handling(end: End, *, score_truncations: bool = False) -> GroupHandling:
+    """Return whether an episode votes and trains in its group when there is no critic."""
+    return "vote" if end.is_terminal or (end.is_truncation and score_truncations) else "exclude"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAdvantages:
+    """Group statistics of a whole batch."""
+
+    advantages_I: torch.Tensor
+    """float32 (trajectories,), groups in order, members in order; 0 for those that do not count."""
+    keep: list[list[bool]]
+    """Per group and member: whether its tokens belong in the loss."""
+    is_degenerate_Q: torch.Tensor
+    """bool (groups,)."""
+    metrics: dict[str, float]
+
+
+def assess(
+    batch: Batch,
+    scheme: GroupScheme,
+    *,
+    min_group_fraction: float = 0.5,
+    score_truncations: bool = False,
+    penalties_I: torch.Tensor | None = None,
+) -> BatchAdvantages:
+    """Return every trajectory's advantage within its group.
+
+    Members that failed or were cut short neither vote nor train. A group with fewer than
+    max(2, min_group_fraction * size) members left is dropped whole and counted: what is left of it is a biased sample.
+    Args: penalties_I: subtracted from the returns before anything else, so that baseline and advantage see the same.
+    Raises: RecordError: a return is infinite.
+    """
+    rewards = [_rewards(group) for group in batch.groups]
+    if penalties_I is not None:
+        sizes = [len(r) for r in rewards]
+        rewards = [r - p for r, p in zip(rewards, penalties_I.to(torch.float64).split(sizes), strict=True)]
+    valid: list[torch.Tensor] = []
+    n_short = 0
+    for group, rewards_G in zip(batch.groups, rewards, strict=True):
+        valid_G = torch.tensor([_is_valid(t, score_truncations) for t in group.trajectories], dtype=torch.bool)
+        is_short = int((valid_G & ~rewards_G.isnan()).sum()) < max(2.0, min_group_fraction * len(valid_G))
+        n_short += is_short and len(valid_G) > 1
+        valid.append(torch.zeros_like(valid_G) if is_short and len(valid_G) > 1 else valid_G)
+    std = batch_reward_std(rewards, valid) if scheme.scale == "batch" else None
+    results = [group_advantages(r, v, scheme=scheme, batch_std=std) for r, v in zip(rewards, valid, strict=True)]
+    return BatchAdvantages(
+        advantages_I=torch.cat([r.advantages_G for r in results]).to(torch.float32) if results else torch.zeros(0),
+        keep=[[bool(k) for k in r.keep_G] for r in results],
+        is_degenerate_Q=torch.tensor([r.is_degenerate for r in results], dtype=torch.bool),
+        metrics=_metrics(batch, rewards, results, n_short),
+    )
+
+
+def _rewards(group: Group) -> torch.Tensor:
+    rewards_G = torch.tensor([trajectory.reward for trajectory in group.trajectories], dtype=torch.float64)
+    for trajectory, reward in zip(group.trajectories, rewards_G.tolist(), strict=True):
+        if reward in (float("inf"), float("-inf")):
+            raise RecordError(f"reward must be finite: got {reward} (trajectory {trajectory.id}); fix the environment")
+    return rewards_G
+
+
+def _is_valid(trajectory: Trajectory, score_truncations: bool) -> bool:
+    return group_handling(trajectory.end, score_truncations=score_truncations) == "vote"
+
+
+def _metrics(
+    batch: Batch, rewards: Sequence[torch.Tensor], results: Sequence[GroupAdvantage], n_short: int
+) -> dict[str, float]:
+    trajectories = [t for group in batch.groups for t in group.trajectories]
+    counted = [r.keep_G for r in results]
+    kept_R = torch.cat([r[k] for r, k in zip(rewards, counted, strict=True)]) if results else torch.zeros(0)
+    groups = [r for r in results if r.n_valid > 0]
+
+    def fraction(count: float, of: int) -> float:
+        return count / of if of else 0.0
+
+    return {
+        "groups/degenerate_fraction": fraction(sum(r.is_degenerate for r in groups), len(groups)),
+        "groups/incomplete": float(n_short),
+        "groups/valid_members_mean": fraction(sum(r.n_valid for r in results), len(results)),
+        "groups/excluded_truncated": float(sum(t.end.is_truncation for t in trajectories)),
+        "groups/excluded_failed": float(sum(t.end.is_failure for t in trajectories)),
+        "groups/excluded_unscorable": float(sum(int(r.isnan().sum()) for r in rewards)),
+        "groups/reward_mean": float(kept_R.mean()) if len(kept_R) else 0.0,
+        "groups/reward_std": float(kept_R.std()) if len(kept_R) > 1 else 0.0,
+    }
