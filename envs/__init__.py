@@ -3,6 +3,7 @@
 if __name__ == "envs":
     raise ImportError("import turngate.envs, not envs: the bare name makes a second copy of every class")
 
+from turngate.envs.arithmetic import ArithmeticEnv
 from turngate.envs.base import (
     Action,
     End,
@@ -22,6 +23,7 @@ from turngate.envs.shopping import ShoppingEnv, ShoppingToolEnv
 
 __all__ = [
     "Action",
+    "ArithmeticEnv",
     "End",
     "Env",
     "EnvFactory",

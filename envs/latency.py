@@ -26,5 +26,6 @@ def compute_latency_s(latency: float | HeavyTail, seed: int, step: int) -> float
     if not isinstance(latency, HeavyTail):
         return latency
     drawn = random.Random(f"latency {seed} {step}").random()
+    tail: float = (1 - drawn) ** (-1 / latency.shape) - 1
     # Lomax with scale (shape - 1) * mean has the wanted mean; inverse of its distribution function.
-    return min(latency.max_s, latency.mean_s * (latency.shape - 1) * ((1 - drawn) ** (-1 / latency.shape) - 1))
+    return min(latency.max_s, latency.mean_s * (latency.shape - 1) * tail)

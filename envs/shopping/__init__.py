@@ -5,7 +5,13 @@ Catalogue and goals (`catalogue`), sentences and splits (`tasks`), actions as te
 """
 
 from turngate.envs.shopping.catalogue import Goal, Item, violations
-from turngate.envs.shopping.demonstrations import demonstrations, knowledge_rows, run_shopper, vocabulary
+from turngate.envs.shopping.demonstrations import (
+    ScriptedEpisode,
+    demonstrations,
+    knowledge_rows,
+    run_shopper,
+    vocabulary,
+)
 from turngate.envs.shopping.env import ShoppingEnv
 from turngate.envs.shopping.grammar import Command, format_command, parse_command
 from turngate.envs.shopping.metrics import Recovery, compute_recovery, has_opened_wrong_item
@@ -23,6 +29,7 @@ __all__ = [
     "Item",
     "Noise",
     "Recovery",
+    "ScriptedEpisode",
     "Shop",
     "Shopper",
     "ShoppingEnv",

@@ -1,6 +1,7 @@
 """Texts to start a small model from: whole episodes of a scripted shopper, and rows of plain product knowledge."""
 
 import random
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -10,16 +11,26 @@ from turngate.envs.shopping.shop import Shop, item_page
 from turngate.envs.shopping.shoppers import NOISY, Noise, Shopper
 from turngate.envs.shopping.tasks import ShopTask, train_tasks
 
-__all__ = ["Dialogue", "demonstrations", "knowledge_rows", "run_shopper", "vocabulary"]
+__all__ = ["Dialogue", "ScriptedEpisode", "demonstrations", "knowledge_rows", "run_shopper", "vocabulary"]
 
 Dialogue = list[tuple[str, str]]
 """(role, content) pairs; roles as in the chat template: `user` for the shop, `assistant` for the shopper."""
 
 
-def run_shopper(task: Task, seed: int, noise: Noise = NOISY) -> tuple[Dialogue, End, list[dict[str, object]]]:
-    """Play one episode and return its dialogue without the shop's last answer, its end, and the state per step."""
+class ScriptedEpisode(NamedTuple):
+    """One episode of a scripted shopper."""
+
+    dialogue: Dialogue
+    """From the task's sentence to the last action; the shop's last answer is left out."""
+    end: End
+    states: list[dict[str, Any]]
+    """`Step.state` after each action."""
+
+
+def run_shopper(task: Task, seed: int, noise: Noise = NOISY) -> ScriptedEpisode:
+    """Play one episode; `seed` gives the shop's luck and the shopper's mistakes."""
     shop, shopper = Shop(task, seed), Shopper(noise, random.Random(f"shopper {seed}"))
-    observation, states = task.prompt, list[dict[str, object]]()
+    observation, states = task.prompt, list[dict[str, Any]]()
     dialogue: Dialogue = []
     while True:
         action = shopper.act(observation)
@@ -28,13 +39,13 @@ def run_shopper(task: Task, seed: int, noise: Noise = NOISY) -> tuple[Dialogue, 
         states.append(step.state or {})
         observation = step.observation.text
         if step.end is not None:
-            return dialogue, step.end, states
+            return ScriptedEpisode(dialogue, step.end, states)
 
 
 def demonstrations(n: int, seed: int, noise: Noise = NOISY) -> list[Dialogue]:
     """Return `n` episodes of a scripted shopper on training tasks, successful or not."""
     tasks = train_tasks(n, seed)
-    return [run_shopper(task, _episode_seed(seed, i), noise)[0] for i, task in enumerate(tasks)]
+    return [run_shopper(task, _episode_seed(seed, i), noise).dialogue for i, task in enumerate(tasks)]
 
 
 def knowledge_rows(n: int, seed: int) -> list[Dialogue]:

@@ -1,4 +1,4 @@
-"""The five actions as text: `search["red hiking backpack"]`, `click["item_3"]`, `select["red"]`, `back`, `buy["item_3"]`."""
+"""The actions as text: `search["red hiking backpack"]`, `click["item_3"]`, `select["red"]`, `back`, `buy["item_3"]`."""
 
 import re
 

@@ -173,7 +173,7 @@ class Shop:
         return self._items[self._state.current]
 
     def _rank(self, query: str) -> list[str]:
-        """Rank items by title words in the query, plus noise. Colours and prices are not in titles: they find nothing."""
+        """Rank items by title words in the query, plus noise. Titles hold no colours or prices."""
         words = set(query.lower().split())
         matches = {item.id: len(words & set(item.title.lower().split())) for item in self._items.values()}
         scores = {item: hits + self._rng.gauss(0, RELEVANCE_NOISE) for item, hits in matches.items() if hits}

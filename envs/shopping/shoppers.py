@@ -85,11 +85,9 @@ class Shopper:
         return self._choose(goal, listed) if listed else self._search(goal, precise=True)
 
     def _search(self, goal: Goal, precise: bool = False) -> Command:
-        words = [goal.color, goal.brand, goal.use, goal.category]
+        words: list[str | None] = [goal.color, goal.brand, goal.use, goal.category]
         if not precise and self._rng.random() < self._noise.vague:
-            words = self._rng.choice(
-                ([goal.category], [goal.color, goal.category], [goal.use], [goal.use, goal.category])
-            )
+            words = self._rng.choice(_vague_words(goal))
         return Command("search", " ".join(word for word in words if word))
 
     def _choose(self, goal: Goal, listed: list[tuple[str, str, str, str]]) -> Command:
@@ -131,3 +129,7 @@ class Shopper:
         if observation.startswith("Results:"):
             return self._rng.choice([*broken, "back", f'select["{color}"]', f'buy["{some_item}"]'])
         return self._rng.choice(broken)
+
+
+def _vague_words(goal: Goal) -> tuple[list[str | None], ...]:
+    return [goal.category], [goal.color, goal.category], [goal.use], [goal.use, goal.category]

@@ -1,0 +1,182 @@
+"""The kit accepts a good environment and catches each kind of bad one."""
+
+import asyncio
+import random
+
+import pytest
+
+from turngate.envs.base import Action, End, Observation, Snapshot, Step, Task
+from turngate.envs.testing import CoinFlipEnv, EnvConformance, SnapshotEnvConformance
+
+HEADS = [Action("heads")] * 3
+
+
+class TestCoinFlipConforms(SnapshotEnvConformance):
+    stochastic = True
+
+    def make_env(self):
+        return CoinFlipEnv()
+
+    def make_task(self):
+        return Task("coin")
+
+    def make_actions(self):
+        return HEADS
+
+
+def suite_for(env_class, kit=SnapshotEnvConformance, *, is_stochastic=True):
+    class Suite(kit):
+        stochastic = is_stochastic
+
+        def make_env(self):
+            return env_class()
+
+        def make_task(self):
+            return Task("coin")
+
+        def make_actions(self):
+            return HEADS
+
+    return Suite()
+
+
+def test_a_private_random_source_without_seed_is_caught():
+    class Env(CoinFlipEnv):
+        async def reset(self, task, seed):
+            return await super().reset(task, random.getrandbits(64))
+
+    with pytest.raises(AssertionError):
+        for _ in range(20):  # two episodes of three coins agree by chance one time in eight
+            suite_for(Env).test_equal_seeds_give_equal_episodes()
+
+
+def test_a_snapshot_that_carries_its_luck_is_caught():
+    class Env(CoinFlipEnv):
+        async def restore(self, snapshot, seed):
+            await super().restore(snapshot, 7)
+
+    with pytest.raises(AssertionError):
+        suite_for(Env).test_branches_see_independent_luck_exactly_when_the_environment_is_stochastic()
+
+
+def test_luck_in_an_environment_that_declares_none_is_caught():
+    with pytest.raises(AssertionError, match="future changed"):
+        suite_for(
+            CoinFlipEnv, is_stochastic=False
+        ).test_branches_see_independent_luck_exactly_when_the_environment_is_stochastic()
+
+
+def test_a_snapshot_that_forgets_state_is_caught():
+    class Env(CoinFlipEnv):
+        async def restore(self, snapshot, seed):
+            await super().restore(snapshot, seed)
+            self.flipped = []
+
+    with pytest.raises(AssertionError):
+        suite_for(Env).test_a_restored_environment_is_in_the_saved_state()
+
+
+def test_a_snapshot_that_disturbs_the_episode_is_caught():
+    class Env(CoinFlipEnv):
+        async def snapshot(self):
+            self.flipped.append("tails")
+            return await super().snapshot()
+
+    with pytest.raises(AssertionError):
+        suite_for(Env).test_taking_snapshots_changes_nothing()
+
+
+def test_a_snapshot_accepted_by_another_kind_is_caught():
+    class Env(CoinFlipEnv):
+        async def restore(self, snapshot, seed):
+            await super().restore(Snapshot(self.kind, snapshot.data), seed)
+
+    with pytest.raises(AssertionError, match="another kind"):
+        suite_for(Env).test_a_snapshot_of_another_kind_is_refused()
+
+
+class HashingEnv(CoinFlipEnv):
+    """Its luck depends on the process's hash seed."""
+
+    async def restore(self, snapshot, seed):
+        await super().restore(snapshot, hash(f"seed {seed}"))
+
+
+def test_luck_that_depends_on_the_process_is_caught():
+    suite = suite_for(HashingEnv)
+    type(suite).factory_path = f"{HashingEnv.__module__}:HashingEnv"
+    with pytest.raises(AssertionError):
+        for _ in range(4):  # three coins agree by chance one time in eight
+            suite.test_snapshots_survive_the_process()
+
+
+class BadStepEnv(CoinFlipEnv):
+    """Returns one unlawful step."""
+
+    bad = Step(Observation())
+
+    async def step(self, action):
+        return self.bad
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_rewards_that_are_not_finite_are_caught(reward):
+    class Env(BadStepEnv):
+        bad = Step(Observation(), {"outcome": reward})
+
+    with pytest.raises(AssertionError):
+        suite_for(Env, EnvConformance).test_rewards_are_named_and_finite()
+
+
+@pytest.mark.parametrize("end", [End.turn_limit, End.env_error])
+def test_ends_that_are_not_the_environments_are_caught(end):
+    class Env(BadStepEnv):
+        bad = Step(Observation(), end=end)
+
+    with pytest.raises(AssertionError):
+        suite_for(Env, EnvConformance).test_an_environment_ends_only_by_its_own_rules()
+
+
+def test_accepting_nonsense_is_caught():
+    with pytest.raises(AssertionError, match="valid must be False"):
+        suite_for(BadStepEnv, EnvConformance).test_an_invalid_action_is_answered()
+
+
+def test_raising_on_nonsense_is_caught():
+    class Env(CoinFlipEnv):
+        async def step(self, action):
+            return {"heads": await super().step(action)}[action.text]
+
+    with pytest.raises(KeyError):
+        suite_for(Env, EnvConformance).test_no_text_raises()
+
+
+def test_state_shared_between_environments_is_caught():
+    class Env(CoinFlipEnv):
+        shared = random.Random(0)
+
+        async def reset(self, task, seed):
+            observation = await super().reset(task, seed)
+            self.shared.seed(seed)
+            self._rng = self.shared
+            return observation
+
+        async def step(self, action):
+            await asyncio.sleep(0)
+            return await super().step(action)
+
+    suite = suite_for(Env, EnvConformance)
+    suite.test_equal_seeds_give_equal_episodes()
+    with pytest.raises(AssertionError):
+        suite.test_two_environments_do_not_disturb_each_other()
+
+
+def test_a_hanging_environment_meets_the_deadline():
+    class Env(CoinFlipEnv):
+        async def step(self, action):
+            await asyncio.Event().wait()
+
+    suite = suite_for(Env, EnvConformance)
+    type(suite).deadline_s = 0.01
+    with pytest.raises(TimeoutError):
+        suite.test_rewards_are_named_and_finite()
