@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
-from turngate.runtime.types import Batch, Group, Trajectory, Turn
+from turngate.runtime.types import Group, Trajectory, Turn
 
 __all__ = [
     "BatchTaken",
@@ -72,40 +72,52 @@ class GroupDropped(msgspec.Struct, frozen=True):
     reason: str
     """`stale`, `group_incomplete`, ...: the ledger counts by it."""
     rollouts: int
-    """Members that had come through."""
-    requeued: bool
-    """True when its task will be run again."""
+    policy_tokens: int
+    staleness: int = 0
+    """Learner version minus the oldest token's version, when dropped as stale."""
 
 
 class BatchTaken(msgspec.Struct, frozen=True):
     """The learner took a batch from the buffer."""
 
-    batch: Batch
+    policy_version: int
+    groups: int
+    rollouts: int
+    policy_tokens: int
+    staleness_min: int
+    staleness_mean: float
+    """Mean over policy tokens."""
+    staleness_max: int
+    waited_s: float
+    """Seconds the learner waited for it."""
 
 
 class UpdateFinished(msgspec.Struct, frozen=True):
-    """The learner took one policy update and its weights serve."""
+    """The learner took one policy update."""
 
-    update: int
-    """Updates done so far in this run."""
     policy_version: int
-    metrics: dict[str, Any]
-    """One row of metrics.jsonl."""
+    """The version that the update made."""
+    metrics: dict[str, float]
+    seconds: float
 
 
 class WeightsPublished(msgspec.Struct, frozen=True):
     """A weight set serves at the endpoint."""
 
     policy_version: int
+    seconds: float
+    """From the start of writing until the server answered."""
 
 
 class EvaluationFinished(msgspec.Struct, frozen=True):
     """A set of tasks was played without training on them."""
 
-    successes: int
-    scored: int
-    """Episodes that say something about the policy: the denominator of the success rate."""
+    name: str
     policy_version: int
+    episodes: int
+    successes: int
+    reward_mean: float
+    seconds: float
 
 
 Event: TypeAlias = (
