@@ -1,0 +1,91 @@
+"""Trajectories for people and for files: readable transcripts, and JSON lines that read back exactly."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from turngate.runtime.errors import RecordError
+from turngate.runtime.types import Message, Trajectory, Turn
+
+__all__ = ["read_trajectories", "render_transcript", "write_trajectories"]
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Trajectory).decode
+
+
+def render_transcript(trajectory: Trajectory) -> str:
+    """Return an episode as plain text: the task, every turn with its answer and rewards, and how it ended."""
+    lines = [f"trajectory {trajectory.id}  task {trajectory.task.id}  seed {trajectory.seed}"]
+    for message in _head(trajectory):
+        lines += _block(message.role, message.content)
+    for turn in trajectory.turns:
+        lines += _turn_lines(turn)
+    lines.append(_ending(trajectory))
+    return "\n".join(lines)
+
+
+def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
+    """Write one JSON object per line, replacing the file; token arrays are base64. Returns how many were written."""
+    count = 0
+    with path.open("wb") as file:
+        for trajectory in trajectories:
+            file.write(_encode(trajectory) + b"\n")
+            count += 1
+    return count
+
+
+def read_trajectories(path: Path) -> Iterator[Trajectory]:
+    """Yield the trajectories of a file written by `write_trajectories`.
+
+    Raises: RecordError: a line is not a trajectory; the message has the file, the line and the field.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield _decode(line)
+            except msgspec.MsgspecError as error:
+                raise RecordError(f"each line must hold a trajectory: {error} ({path}:{number})") from error
+
+
+def _head(trajectory: Trajectory) -> Iterator[Message]:
+    for message in trajectory.messages:
+        if message.role == "assistant":
+            return
+        yield message
+
+
+def _turn_lines(turn: Turn) -> list[str]:
+    said = turn.text if turn.stop_reason != "length" else f"{turn.text} [cut at {turn.length} tokens]"
+    calls = [f"{call.name}({call.arguments})" for call in turn.tool_calls]
+    lines = _block(f"turn {turn.index}", "\n".join([said, *calls] if said else calls))
+    lines += _block("answer", turn.observation)
+    notes = [f"{name} {reward:+g}" for name, reward in turn.rewards.items()]
+    if not turn.valid:
+        notes.append("invalid action")
+    return lines + ([f"          ({', '.join(notes)})"] if notes else [])
+
+
+def _ending(trajectory: Trajectory) -> str:
+    oldest, newest = trajectory.version_range()
+    versions = "no policy tokens" if oldest < 0 else f"policy version {oldest}"
+    if newest > oldest:
+        versions += f" to {newest}"
+    parts = [
+        f"end {trajectory.end.value}",
+        f"reward {trajectory.reward:g}",
+        f"{len(trajectory.turns)} turns",
+        f"{trajectory.policy_tokens} policy tokens in {len(trajectory.segments)} segments",
+        versions,
+    ]
+    if trajectory.error:
+        parts.append(trajectory.error)
+    if not trajectory.trainable:
+        parts.append(f"not trainable: {trajectory.untrainable_because}")
+    return "  ".join(parts)
+
+
+def _block(label: str, text: str) -> list[str]:
+    """The text behind its label, further lines indented to the same column."""
+    first, *rest = text.split("\n") if text else [""]
+    return [f"{label:>8}  {first}".rstrip(), *(f"{'':>8}  {line}".rstrip() for line in rest)]
