@@ -72,7 +72,7 @@ def make_task(goal: Goal, items: tuple[Item, ...], max_turns: int | None = MAX_T
     """Build a task. Its id is a digest of the goal and the catalogue: equal problems have equal ids."""
     problem = msgspec.json.encode((goal, items))
     digest = hashlib.blake2b(problem, digest_size=8).hexdigest()
-    data = msgspec.to_builtins(ShopTask(goal, items, max_turns))
+    data = msgspec.json.decode(msgspec.json.encode(ShopTask(goal, items, max_turns)))  # lists, as JSON has no tuples
     return Task(id=f"shop-{digest}", prompt=goal_sentence(goal), data=data)
 
 

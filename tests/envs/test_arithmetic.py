@@ -129,7 +129,10 @@ def test_splits_are_disjoint_and_hold_a_fifth_out():
 
 def test_swapped_operands_are_in_the_same_split():
     assert all(
-        split_of(Problem(a, op, b)) == split_of(Problem(b, op, a)) for a in range(10, 60) for b in range(9) for op in "+*"
+        split_of(Problem(a, op, b)) == split_of(Problem(b, op, a))
+        for a in range(10, 60)
+        for b in range(9)
+        for op in "+*"
     )
 
 

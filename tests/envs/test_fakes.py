@@ -33,7 +33,7 @@ async def test_coins_are_fair_and_the_last_guess_is_graded():
 
 @pytest.mark.parametrize("at", ["reset", 0, 1, "aclose"])
 async def test_the_raising_env_raises_where_told_and_nowhere_else(at):
-    env, reached = RaisingEnv(at=at, turns=2), []
+    env, reached = RaisingEnv(at=at, turns=2), list[str | int]()
     with pytest.raises(RuntimeError, match="broke"):
         await _play(env, reached)
     assert reached == {"reset": [], 0: ["reset"], 1: ["reset", 0], "aclose": ["reset", 0, 1]}[at]
@@ -46,7 +46,7 @@ async def test_the_raising_env_raises_what_it_is_given():
 
 @pytest.mark.parametrize("at", ["reset", 0, 1, "aclose"])
 async def test_the_hanging_env_hangs_until_cancelled(at):
-    reached = []
+    reached: list[str | int] = []
     playing = asyncio.ensure_future(_play(HangingEnv(at=at, turns=2), reached))
     for _ in range(10):
         await asyncio.sleep(0)
