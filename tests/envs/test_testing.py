@@ -2,12 +2,11 @@
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Snapshot, Step, Task
-from turngate.envs.testing import CoinFlipEnv, EnvConformance, SnapshotEnvConformance
+from turngate.envs.testing import CoinFlipEnv, SnapshotEnvConformance
 
 HEADS = [Action("heads")] * 3
 
@@ -25,8 +24,8 @@ class TestCoinFlipConforms(SnapshotEnvConformance):
         return HEADS
 
 
-def suite_for(env_class, kit: Any = SnapshotEnvConformance, *, is_stochastic=True):
-    class Suite(kit):
+def suite_for(env_class, *, is_stochastic=True):
+    class Suite(SnapshotEnvConformance):
         stochastic = is_stochastic
 
         def make_env(self):
@@ -132,7 +131,7 @@ def test_rewards_that_are_not_finite_are_caught(reward):
         bad = Step(Observation(), {"outcome": reward})
 
     with pytest.raises(AssertionError):
-        suite_for(Env, EnvConformance).test_rewards_are_named_and_finite()
+        suite_for(Env).test_rewards_are_named_and_finite()
 
 
 @pytest.mark.parametrize("end", [End.turn_limit, End.env_error])
@@ -141,12 +140,12 @@ def test_ends_that_are_not_the_environments_are_caught(end):
         bad = Step(Observation(), end=end)
 
     with pytest.raises(AssertionError):
-        suite_for(Env, EnvConformance).test_an_environment_ends_only_by_its_own_rules()
+        suite_for(Env).test_an_environment_ends_only_by_its_own_rules()
 
 
 def test_accepting_nonsense_is_caught():
     with pytest.raises(AssertionError, match="valid must be False"):
-        suite_for(BadStepEnv, EnvConformance).test_an_invalid_action_is_answered()
+        suite_for(BadStepEnv).test_an_invalid_action_is_answered()
 
 
 def test_raising_on_nonsense_is_caught():
@@ -155,7 +154,7 @@ def test_raising_on_nonsense_is_caught():
             return {"heads": await super().step(action)}[action.text]
 
     with pytest.raises(KeyError):
-        suite_for(Env, EnvConformance).test_no_text_raises()
+        suite_for(Env).test_no_text_raises()
 
 
 def test_state_shared_between_environments_is_caught():
@@ -172,7 +171,7 @@ def test_state_shared_between_environments_is_caught():
             await asyncio.sleep(0)
             return await super().step(action)
 
-    suite = suite_for(Env, EnvConformance)
+    suite = suite_for(Env)
     suite.test_equal_seeds_give_equal_episodes()
     with pytest.raises(AssertionError):
         suite.test_two_environments_do_not_disturb_each_other()
@@ -184,7 +183,7 @@ def test_a_hanging_environment_meets_the_deadline():
             await asyncio.Event().wait()
             return await super().step(action)
 
-    suite = suite_for(Env, EnvConformance)
+    suite = suite_for(Env)
     type(suite).deadline_s = 0.01
     with pytest.raises(TimeoutError):
         suite.test_rewards_are_named_and_finite()

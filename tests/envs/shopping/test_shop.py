@@ -117,6 +117,7 @@ def test_the_limits_are_sharp(price, outcome, rating, rated):
 def test_nonsense_is_answered_and_changes_nothing(before, action, problem):
     shop, step = played(*before, action)
     assert (step.observation.text, step.valid, step.end, step.rewards) == (f"Invalid: {problem}.", False, None, {})
+    assert step.state is not None
     assert step.state["invalid"] == 1
     # What made sense before still does.
     follow_up = {0: SEARCH, 1: 'click["item_3"]', 2: 'select["red"]'}[len(before)]
@@ -180,15 +181,15 @@ def test_when_everything_was_opened_everything_is_listed_again():
     shop = Shop(make_task(task.goal, task.items, max_turns=None), SEED)
     shop.act(SEARCH)
     for _ in range(6):
-        shop.act(f'click["{shop.listed()[0]}"]')
-        step = shop.act("back")
-    assert step.valid
+        assert shop.act(f'click["{shop.listed()[0]}"]').valid
+        assert shop.act("back").valid
     assert len(shop.listed()) == 4
 
 
 def test_an_unavailable_color_is_a_plain_answer():
     _, step = played(SEARCH, 'click["item_3"]', 'select["green"]')
     assert (step.observation.text, step.valid) == ("Green is not available.", True)
+    assert step.state is not None
     assert step.state["selected"] is None
 
 
