@@ -3,4 +3,67 @@
 if __name__ == "runtime":
     raise ImportError("import turngate.runtime, not runtime: the bare name makes a second copy of every class")
 
-__all__: list[str] = []
+from turngate.runtime.buffer import Buffer
+from turngate.runtime.context import Context, History, full, last_turns, summarise, token_budget
+from turngate.runtime.endpoint import ChatEndpoint, Endpoint
+from turngate.runtime.evaluation import Evaluation
+from turngate.runtime.events import Events
+from turngate.runtime.learner import Learner
+from turngate.runtime.ledger import Ledger
+from turngate.runtime.plot import plot_run
+from turngate.runtime.progress import show_progress
+from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.runtime import Runtime
+from turngate.runtime.scheduler import Collection
+from turngate.runtime.staleness import StalenessLimit
+from turngate.runtime.training import TrainReport, train
+from turngate.runtime.transcript import render_transcript
+from turngate.runtime.types import (
+    Batch,
+    Completion,
+    Group,
+    Message,
+    Sampling,
+    Segment,
+    Trajectory,
+    Turn,
+    UpdateReport,
+)
+from turngate.runtime.weights import FolderPublisher, WeightPublisher
+
+__all__ = [
+    "Batch",
+    "Buffer",
+    "ChatEndpoint",
+    "Collection",
+    "Completion",
+    "Context",
+    "Endpoint",
+    "Evaluation",
+    "Events",
+    "FolderPublisher",
+    "Group",
+    "History",
+    "Learner",
+    "Ledger",
+    "Limits",
+    "Message",
+    "Runtime",
+    "Sampling",
+    "Segment",
+    "StalenessLimit",
+    "TrainReport",
+    "Trajectory",
+    "Turn",
+    "UpdateReport",
+    "WeightPublisher",
+    "full",
+    "last_turns",
+    "plot_run",
+    "render_transcript",
+    "run_rollout",
+    "show_progress",
+    "summarise",
+    "token_budget",
+    "train",
+]

@@ -62,17 +62,20 @@ class Buffer:
         limit: StalenessLimit,
         policy_version: int = 0,
         next_order: int = 0,
+        last_version: int | None = None,
         on_stale: Callable[[Group], None] | None = None,
     ) -> None:
         """Start empty at `policy_version`; everything trained before counts as accepted.
 
-        `on_stale` is called with each group that policies `drop` and `mask` discard as too old.
+        `last_version` is where the run ends: nothing is submitted that no batch could hold any more. `on_stale` is
+        called with each group that policies `drop` and `mask` discard as too old.
         """
         if groups_per_batch < 1:
             raise ConfigError(f"groups_per_batch must be 1 or more: got {groups_per_batch}")
         self.groups_per_batch = groups_per_batch
         self.limit = limit
         self.policy_version = policy_version
+        self._last_version = last_version
         self.accepted = policy_version * groups_per_batch
         self.taken = self.accepted
         self.dropped_stale = 0
@@ -90,9 +93,12 @@ class Buffer:
 
     def capacity(self) -> int:
         """Return how many groups may be submitted now."""
+        eta, version = self.limit.max_staleness, self.policy_version
+        if self._last_version is not None:
+            eta = min(eta, self._last_version - 1 - version)
         return capacity(
-            max_staleness=self.limit.max_staleness,
-            policy_version=self.policy_version,
+            max_staleness=eta,
+            policy_version=version,
             batch_size=self.groups_per_batch,
             accepted=self.accepted,
             running=len(self._running),

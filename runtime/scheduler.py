@@ -201,7 +201,7 @@ class Collector:
 
     def _count_failure(self, trajectory: Trajectory) -> None:
         self._failures += 1
-        if self._failures >= self._config.failure_limit:
+        if self._failures == self._config.failure_limit:  # once: the others are only its witnesses
             kind = _FAILURE_ERRORS.get(trajectory.end, EnvError)
             raise kind(
                 f"{self._failures} rollouts failed in a row, the last with {trajectory.end.value}: {trajectory.error} "

@@ -87,6 +87,7 @@ async def train(
         collection=collection,
         limit=StalenessLimit(max_staleness=max_staleness, late=late),
         groups_per_batch=groups_per_batch,
+        updates=updates,
         resume=resume,
         seed=seed,
     ) as run:
@@ -121,6 +122,7 @@ async def _open_run(
     collection: Collection,
     limit: StalenessLimit,
     groups_per_batch: int,
+    updates: int,
     resume: bool,
     seed: int,
 ) -> AsyncIterator["_Run"]:
@@ -143,6 +145,7 @@ async def _open_run(
             limit=limit,
             policy_version=version,
             next_order=progress.next_order,
+            last_version=version + updates - progress.update,
             on_stale=lambda group: run.collector.drop_stale(group),
         )
         collector = Collector(runtime, env, stream, buffer=buffer, ledger=run.ledger, config=collection, seed=seed)
@@ -254,6 +257,7 @@ class _Run:
         )
 
     def report(self) -> TrainReport:
+        self.ledger.drop(list(self.ledger.live), "run_ended")
         self.ledger.check()
         report = TrainReport(
             updates=self.update,

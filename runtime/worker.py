@@ -214,7 +214,7 @@ def _serve(connection: Connection, learner: Learner) -> None:
     host = _Host(learner)
     while True:
         try:
-            request = msgspec.msgpack.decode(connection.recv_bytes(), type=_Request)  # type: ignore[arg-type]
+            request = msgspec.msgpack.decode(connection.recv_bytes(), type=_Request)
         except (EOFError, OSError):
             return
         reply = host.handle(request)

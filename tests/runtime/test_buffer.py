@@ -119,6 +119,16 @@ def test_versions_grow_by_one() -> None:
         _buffer().advance(2)
 
 
+def test_nothing_is_submitted_that_the_run_could_not_use() -> None:
+    buffer = Buffer(groups_per_batch=2, limit=StalenessLimit(max_staleness=3), last_version=2)
+    assert buffer.capacity() == 4
+    for order in [buffer.submit() for _ in range(4)]:
+        buffer.put(_group(order, 0))
+    assert _taken(buffer) == [0, 1]
+    buffer.advance(1)
+    assert buffer.capacity() == 0
+
+
 async def test_take_waits_until_enough_groups_are_complete() -> None:
     buffer = _buffer(size=2)
     orders = [buffer.submit(), buffer.submit()]

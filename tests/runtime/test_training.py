@@ -1,0 +1,263 @@
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turngate.envs.base import Action, End, Observation, Step, Task, ToolSpec
+from turngate.runtime.errors import ConfigError, EndpointError, LearnerError, PublishError
+from turngate.runtime.rollout import Limits
+from turngate.runtime.runtime import Runtime
+from turngate.runtime.scheduler import Collection
+from turngate.runtime.testing_learner import CountingLearner
+from turngate.runtime.training import train
+from turngate.runtime.types import NO_VERSION, Completion, Message, Sampling
+from turngate.runtime.weights import WeightPublisher
+
+TASKS = [Task(f"t{n}") for n in range(7)]
+
+
+class Walk:
+    """Three turns, then success or failure by the seed."""
+
+    closed = 0
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self.luck, self.left = random.Random(seed), 3
+        return Observation("go")
+
+    async def step(self, action: Action) -> Step:
+        self.left -= 1
+        await asyncio.sleep(0)
+        if self.left:
+            return Step(Observation("on"))
+        good = self.luck.random() < 0.5
+        return Step(Observation("done"), {"outcome": float(good)}, End.success if good else End.failure)
+
+    async def aclose(self) -> None:
+        Walk.closed += 1
+
+
+class Served:
+    """An endpoint and its publisher in memory; replies take a moment and carry the version serving at each token."""
+
+    def __init__(self, *, delays: Sequence[float] = (0.0,), fail: type[Exception] | None = None) -> None:
+        self.policy_version = 0
+        self.serving = 0
+        self.delays, self.fail = delays, fail
+        self.calls = 0
+        self.published: list[int] = []
+        self.changed = asyncio.Event()
+        self.publisher: WeightPublisher | None = self
+
+    async def publish(self, path: Path, policy_version: int) -> None:
+        assert path.exists()
+        await asyncio.sleep(0)
+        self.serving = policy_version
+        self.published.append(policy_version)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def until_published(self, times: int) -> None:
+        while len(self.published) < times:
+            await self.changed.wait()
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        *,
+        seed: int | None = None,
+        tools: Sequence[ToolSpec] = (),
+        timeout_s: float = 60.0,
+    ) -> Completion:
+        self.calls += 1
+        if self.fail is not None:
+            raise self.fail("the server is on fire")
+        sent, first = self.policy_version, self.serving
+        await asyncio.sleep(self.delays[self.calls % len(self.delays)])
+        prompt = [n % 5 for n in range(3 * len(messages))]
+        return Completion(
+            "a", [7, 8], [-0.5, -0.25], [first, self.serving], prompt, "stop", (), sent, self.policy_version
+        )
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def _train(served: Served, folder: Path, **options: Any) -> Any:
+    runtime = Runtime(served, limits=Limits(max_turns=8), max_concurrent=options.pop("max_concurrent", 16))
+    settings: dict[str, Any] = {"group_size": 4, "groups_per_batch": 3, "updates": 5, "worker": "thread", "seed": 1}
+    learner = options.pop("learner", None) or CountingLearner()
+    report = await train(runtime, Walk, TASKS, learner=learner, run_dir=folder, **(settings | options))
+    assert runtime.slots.held == 0
+    return report
+
+
+async def test_training_trains_every_batch_and_accounts_for_every_rollout(tmp_path: Path) -> None:
+    served = Served()
+    report = await _train(served, tmp_path)
+    assert report.updates == report.policy_version == 5
+    assert served.published == [1, 2, 3, 4, 5]
+    assert report.ledger.trained == 5 * 3 * 4
+    assert report.ledger.drawn == report.ledger.trained + sum(report.ledger.dropped.values())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
+    assert json.loads((tmp_path / "report.json").read_text())["policy_version"] == 5
+    assert (tmp_path / "checkpoints" / "update-000005" / "count").read_text() == "5"
+    assert not list((tmp_path / "weights").iterdir())
+
+
+async def test_no_staleness_is_exactly_synchronous(tmp_path: Path) -> None:
+    report = await _train(Served(delays=(0.0, 0.001, 0.003)), tmp_path, max_staleness=0)
+    assert [row["lag_max"] for row in report.history] == [0, 0, 0, 0, 0]
+    assert [row["version_span_max"] for row in report.history] == [0, 0, 0, 0, 0]
+    assert report.ledger.drawn == 5 * 3 * 4  # nothing was submitted ahead
+
+
+@pytest.mark.parametrize("late", ["wait", "drop"])
+async def test_tokens_span_updates_and_none_is_staler_than_the_bound(tmp_path: Path, late: str) -> None:
+    delays = (0.0, 0.001, 0.0, 0.02, 0.002)  # a heavy tail: some turns outlast several updates
+    report = await _train(Served(delays=delays), tmp_path, max_staleness=2, late=late, updates=25)
+    assert max(row["lag_max"] for row in report.history) <= 2
+    assert max(row["learner_lag_max"] for row in report.history) <= 2
+    assert max(row["version_span_max"] for row in report.history) >= 1
+    assert max(row["lag_max"] for row in report.history) >= 1
+
+
+async def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    await _train(Served(), tmp_path, updates=3)
+    served = Served()
+    report = await _train(served, tmp_path, updates=6, resume=True)
+    assert served.published == [3, 4, 5, 6]  # the checkpoint's own weights first
+    assert (report.updates, report.policy_version) == (6, 6)
+    assert report.ledger.trained == 6 * 3 * 4
+    assert report.ledger.drawn == report.ledger.trained + sum(report.ledger.dropped.values())
+    assert [row["count"] for row in report.history] == [4, 5, 6]
+
+
+async def test_a_second_run_against_a_server_that_is_ahead_keeps_counting(tmp_path: Path) -> None:
+    served = Served()
+    served.policy_version = served.serving = 9
+    report = await _train(served, tmp_path, updates=2)
+    assert served.published == [10, 11, 12]
+    assert (report.updates, report.policy_version) == (2, 12)
+
+
+async def test_a_cancelled_run_leaves_a_checkpoint_and_nothing_running(tmp_path: Path) -> None:
+    served, closed = Served(delays=(0.001, 0.002)), Walk.closed
+    running = asyncio.create_task(_train(served, tmp_path, updates=10_000, checkpoint_every=10_000))
+    await served.until_published(4)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert Walk.closed > closed
+    calls = served.calls
+    await asyncio.sleep(0.02)
+    assert served.calls == calls
+    report = await _train(served, tmp_path, updates=12, resume=True)
+    assert report.ledger.trained == 12 * 3 * 4
+    assert report.ledger.dropped.get("interrupted", 0) + report.ledger.dropped.get("cancelled", 0) > 0
+
+
+async def test_a_run_cancelled_during_an_update_counts_that_update_once(tmp_path: Path) -> None:
+    served = Served()
+    running = asyncio.create_task(_train(served, tmp_path, learner=CountingLearner(update_s=0.1), updates=100))
+    await served.until_published(1)
+    await asyncio.sleep(0.05)  # in the middle of the second update
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    report = await _train(Served(), tmp_path, updates=3, resume=True)
+    assert report.ledger.trained == 3 * 3 * 4
+    assert report.policy_version == 3
+
+
+async def test_a_dying_learner_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(LearnerError, match="exit code 7"):
+        await _train(Served(), tmp_path, learner=CountingLearner(die_at=2), worker="process", checkpoint_every=1)
+    assert (tmp_path / "checkpoints" / "update-000002" / "count").read_text() == "2"
+
+
+async def test_a_broken_server_stops_the_run_with_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(EndpointError, match=r"12 rollouts failed in a row.*the server is on fire"):
+        await _train(
+            Served(fail=EndpointError), tmp_path, collection=Collection(group_size=4, failure_limit=12), group_size=4
+        )
+
+
+async def test_a_failed_publication_stops_the_run_and_keeps_the_version(tmp_path: Path) -> None:
+    class Refusing(Served):
+        async def publish(self, path: Path, policy_version: int) -> None:
+            raise PublishError("no")
+
+    served = Refusing()
+    with pytest.raises(PublishError):
+        await _train(served, tmp_path)
+    assert served.policy_version == 0
+
+
+async def test_untrainable_rollouts_are_refused_with_the_reason(tmp_path: Path) -> None:
+    class Wordy(Served):
+        async def complete(self, *args: Any, **kwargs: Any) -> Completion:
+            return Completion("a")
+
+    with pytest.raises(ConfigError, match="training needs token ids and log-probs from the server: the server gave no"):
+        await _train(Wordy(), tmp_path)
+
+
+async def test_environments_that_fail_now_and_then_are_refilled(tmp_path: Path) -> None:
+    class Flaky(Walk):
+        steps = 0
+
+        async def step(self, action: Action) -> Step:
+            Flaky.steps += 1
+            if Flaky.steps % 17 == 0:
+                raise OSError("flaky")
+            return await super().step(action)
+
+    runtime = Runtime(Served(), limits=Limits(max_turns=8), max_concurrent=16)
+    report = await train(
+        runtime,
+        Flaky,
+        TASKS,
+        learner=CountingLearner(),
+        run_dir=tmp_path,
+        updates=8,
+        group_size=4,
+        groups_per_batch=3,
+        worker="thread",
+    )
+    assert report.ledger.trained + sum(report.ledger.dropped.values()) == report.ledger.drawn
+    assert report.ledger.dropped["env_error"] > 0
+    assert report.updates == 8
+
+
+async def test_a_used_run_folder_is_not_overwritten(tmp_path: Path) -> None:
+    await _train(Served(), tmp_path, updates=1)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        await _train(Served(), tmp_path, updates=1)
+
+
+async def test_resuming_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="resume needs a checkpoint"):
+        await _train(Served(), tmp_path, resume=True)
+
+
+async def test_an_endpoint_without_publisher_is_refused(tmp_path: Path) -> None:
+    served = Served()
+    served.publisher = None
+    with pytest.raises(ConfigError, match="needs a weight publisher"):
+        await _train(served, tmp_path)
+
+
+async def test_kept_trajectories_can_be_read_back(tmp_path: Path) -> None:
+    from turngate.runtime.transcript import read_trajectories
+
+    await _train(Served(), tmp_path, updates=2, keep_trajectories_every=2)
+    kept = list(read_trajectories(tmp_path / "trajectories" / "update-000002.jsonl"))
+    assert len(kept) == 12
+    assert all(v >= NO_VERSION for t in kept for s in t.segments for v in s.version_values())

@@ -1,0 +1,73 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.testing_learner import CountingLearner
+from turngate.runtime.types import Batch
+from turngate.runtime.worker import WorkerMode, start_learner
+
+EMPTY = Batch(groups=(), policy_version=0)
+MODES: list[WorkerMode] = ["process", "thread"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_worker_updates_saves_and_resumes(mode: WorkerMode, tmp_path: Path) -> None:
+    async with start_learner(CountingLearner(), mode=mode) as worker:
+        await worker.load(None)
+        assert (await worker.update(EMPTY)).metrics["count"] == 1
+        assert (await worker.update(EMPTY)).metrics["count"] == 2
+        await worker.save_weights(tmp_path / "weights")
+        await worker.save(tmp_path)
+        assert worker.updates == 2
+    assert (tmp_path / "weights").read_text() == "2"
+    async with start_learner(CountingLearner(), mode=mode) as worker:
+        await worker.load(tmp_path)
+        assert (await worker.update(EMPTY)).metrics["count"] == 3
+        assert worker.updates == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_error_in_the_learner_arrives_with_its_traceback(mode: WorkerMode) -> None:
+    async with start_learner(CountingLearner(fail_at=0), mode=mode) as worker:
+        await worker.load(None)
+        with pytest.raises(LearnerError, match=r"learner failed in Update: told to fail[\s\S]*testing_learner.py"):
+            await worker.update(EMPTY)
+
+
+async def test_a_process_that_dies_is_reported_with_its_exit_code() -> None:
+    async with start_learner(CountingLearner(die_at=1)) as worker:
+        await worker.load(None)
+        await worker.update(EMPTY)
+        with pytest.raises(LearnerError, match=r"exit code 7\) during Update"):
+            await worker.update(EMPTY)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_after_a_cancelled_update_the_next_call_gets_its_own_reply(mode: WorkerMode, tmp_path: Path) -> None:
+    async with start_learner(CountingLearner(update_s=0.2), mode=mode) as worker:
+        await worker.load(None)
+        update = asyncio.create_task(worker.update(EMPTY))
+        await asyncio.sleep(0.05)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        await worker.save(tmp_path)
+        assert worker.updates == 1  # the cancelled update finished, and is known to have
+    assert (tmp_path / "count").read_text() == "1"
+
+
+async def test_an_unpicklable_learner_is_refused_with_advice() -> None:
+    class Local(CountingLearner):
+        pass
+
+    with pytest.raises(LearnerError, match="picklable before load"):
+        async with start_learner(Local()):
+            pass
+
+
+async def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'process' or 'thread': got 'fiber'"):
+        async with start_learner(CountingLearner(), mode="fiber"):
+            pass
