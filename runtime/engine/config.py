@@ -1,0 +1,48 @@
+"""How an engine is run: one frozen value that also crosses into its process."""
+
+import msgspec
+
+from turngate.runtime.errors import ConfigError
+
+__all__ = ["EngineConfig"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one engine, checked by `validated`."""
+
+    host: str = "127.0.0.1"
+    """Loopback by default: the engine loads weights from any path it is told."""
+    port: int = 0
+    """0 takes a free port."""
+    api_key: str | None = None
+    """When set, every request but GET /health must carry it as a bearer token."""
+    model_name: str = "policy"
+    """What clients call the model."""
+    policy_version: int = 0
+    """Version of the weights the engine starts with."""
+    max_running: int = 128
+    """Sequences decoded together."""
+    max_waiting: int = 8192
+    """Sequences that may wait for a place; beyond it requests are answered 429."""
+    max_body_bytes: int = 32 * 2**20
+    """Larger requests are answered 413."""
+    keep_alive_s: float = 3600.0
+    """Idle connections stay open this long: longer than any client keeps them, or reused ones die under requests."""
+    seed: int | None = None
+    """Root of the streams of requests that bring no seed; None draws one."""
+
+    def validated(self) -> "EngineConfig":
+        """Return self.
+
+        Raises: ConfigError: a setting cannot work.
+        """
+        for name in ("max_running", "max_waiting", "max_body_bytes", "keep_alive_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive: got {getattr(self, name)}; leave it out for the default")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be in [0, 65535]: got {self.port}; 0 takes a free one")
+        if self.policy_version < 0:
+            raise ConfigError(f"policy_version must be at least 0: got {self.policy_version}; versions only grow")
+        if self.api_key == "":
+            raise ConfigError("api_key must not be empty: got ''; use None to serve without one")
+        return self

@@ -1,0 +1,362 @@
+"""What clients may ask of the engine: typed requests, decoded and checked, with the offending field named.
+
+The wire format is OpenAI's, with vLLM's `top_k`, `return_token_ids` and token-id prompts. Fields nobody knows are
+ignored, as other servers do; fields that would change the distribution and are not implemented are refused rather
+than ignored, because a client that trains on the reply must be able to trust its log-probs.
+"""
+
+import json
+import math
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.types import Message
+
+__all__ = [
+    "CalledFunction",
+    "ChatMessage",
+    "ChatRequest",
+    "ChatToolCall",
+    "CompletionRequest",
+    "ContentPart",
+    "OfferedFunction",
+    "OfferedTool",
+    "RequestError",
+    "SamplingFields",
+    "StreamOptions",
+    "WeightsRequest",
+    "decode_request",
+    "token_id_prompts",
+]
+
+MAX_CHOICES = 1024
+"""Cap on `n` times prompts of one request: more is a mistake, and each one is held in memory."""
+MAX_TOP_LOGPROBS = 20
+"""As OpenAI; each alternative costs a dictionary in the reply."""
+MAX_STOPS = 16
+"""Every stop string is searched for after every token."""
+
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+_SEED_BOUND = 2**63
+
+
+class RequestError(Exception):
+    """The engine refuses a request; becomes an OpenAI-style error reply."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Options of a streamed reply."""
+
+    include_usage: bool = False
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message; the engine reads text parts only."""
+
+    type: str
+    text: str = ""
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a tool call; `arguments` is JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct, frozen=True):
+    """One tool call of an earlier assistant message."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class OfferedFunction(msgspec.Struct, frozen=True):
+    """The function of a tool on offer."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OfferedTool(msgspec.Struct, frozen=True):
+    """One tool on offer."""
+
+    function: OfferedFunction
+    type: Literal["function"] = "function"
+
+    def as_spec(self) -> ToolSpec:
+        """Return the tool as the chat template reads it."""
+        return ToolSpec(self.function.name, self.function.description or "", self.function.parameters or {})
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message of a conversation, as clients send it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def as_message(self) -> Message:
+        """Return the message as the chat template reads it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        calls = tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or ())
+        # `developer` is OpenAI's newer name of `system`.
+        role = "system" if self.role == "developer" else self.role
+        return Message(role, content or "", calls, self.tool_call_id or "")
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    """None means the served model, as with vLLM."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 keep the whole vocabulary."""
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    # Known to other servers, not implemented here: refused unless they change nothing (see _NEUTRAL).
+    best_of: int | None = None
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
+    response_format: dict[str, Any] | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True, frozen=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: Any = None
+    """`none` keeps the tools from the model; forcing a call is not implemented."""
+    functions: list[Any] | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, several texts, one list of token ids, or several lists of token ids."""
+    echo: bool | None = None
+    logprobs: int | None = None
+    """Number of alternatives per token; 0 gives the log-probs of the tokens alone."""
+
+
+class WeightsRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /admin/weights."""
+
+    path: str
+    """A safetensors file, or a folder holding model.safetensors, on the engine's machine."""
+    policy_version: int
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+}
+"""Values of the unimplemented fields that ask for nothing."""
+_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {"functions": ([],), "tool_choice": ("none", "auto")}
+"""The same for fields of chat requests only."""
+
+_HINTS = {
+    "prompt_logprobs": "; use /v1/completions with echo and logprobs",
+    "best_of": "; ask for n choices and pick one",
+    "functions": "; use tools",
+    "tool_choice": "; the model decides whether to call a tool",
+}
+
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, WeightsRequest)
+
+
+def decode_request(decoder: "msgspec.json.Decoder[RequestT]", body: bytes) -> RequestT:
+    """Return the request in `body`, checked field by field.
+
+    Raises: RequestError: 400 with the field named in `param`, as precisely as it is known.
+    """
+    try:
+        request = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _as_request_error(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(body, error) from None
+    if isinstance(request, SamplingFields):
+        _check_sampling(request)
+    return request
+
+
+def token_id_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Return the prompts of a text completion: one list entry per prompt, a text or token ids.
+
+    Raises: RequestError: the list is empty or mixes texts, ids and lists of ids.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt must not be empty: expected a text or token ids, got []", param="prompt")
+    if all(isinstance(entry, int) for entry in prompt):
+        return [[entry for entry in prompt if isinstance(entry, int)]]
+    prompts: list[str | list[int]] = [entry for entry in prompt if not isinstance(entry, int)]
+    if len(prompts) < len(prompt) or len({type(entry) for entry in prompts}) > 1:
+        raise RequestError(
+            "prompt must be one kind of thing: expected texts, token ids or lists of token ids, got a mixture",
+            param="prompt",
+        )
+    return prompts
+
+
+def _as_request_error(error: msgspec.ValidationError) -> RequestError:
+    text = str(error)
+    path, missing = _PATH.search(text), _MISSING.search(text)
+    where = path.group(1) if path else ""
+    if missing:
+        where = f"{where}.{missing.group(1)}" if where else missing.group(1)
+    return RequestError(f"{where or 'the body'} must fit the schema: {_PATH.sub('', text)}", param=where or None)
+
+
+def _malformed(body: bytes, error: Exception) -> RequestError:
+    """Explain a body that is no JSON; NaN and Infinity, which many clients write, are traced to their field."""
+    unreal: list[str] = []
+    try:
+        parsed = json.loads(body, parse_constant=lambda constant: _Unreal(constant))
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        unreal = [name for name, value in parsed.items() if isinstance(value, _Unreal)]
+    if unreal:
+        return RequestError(f"{unreal[0]} must be finite: JSON has no NaN or Infinity", param=unreal[0])
+    return RequestError(f"the body must be valid JSON: {error}")
+
+
+class _Unreal(str):
+    """Stands for NaN or Infinity in a leniently parsed body."""
+
+
+def _refuse_unsupported(request: SamplingFields, neutral_values: dict[str, tuple[Any, ...]]) -> None:
+    for name, neutral in neutral_values.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise RequestError(
+                f"{name} is not supported by this engine: leave it out, got {value!r:.80}{_HINTS.get(name, '')}",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _check_sampling(request: SamplingFields) -> None:
+    _refuse_unsupported(request, _NEUTRAL)
+    _check(request.temperature, "temperature", "a finite number >= 0", lambda v: math.isfinite(v) and v >= 0)
+    _check(request.top_p, "top_p", "a number in (0, 1]", lambda v: 0 < v <= 1)
+    _check(request.top_k, "top_k", "an integer >= -1", lambda v: -1 <= v < _SEED_BOUND)
+    _check(request.n, "n", f"an integer in [1, {MAX_CHOICES}]", lambda v: 1 <= v <= MAX_CHOICES)
+    _check(request.seed, "seed", "a 64 bit integer", lambda v: -_SEED_BOUND <= v < _SEED_BOUND)
+    _check_stop(request.stop)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options must come with stream: true", param="stream_options")
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+    elif isinstance(request, CompletionRequest):
+        _check_completion(request)
+
+
+def _check(value: float | None, name: str, expected: str, ok: Any) -> None:
+    if value is not None and not ok(value):
+        raise RequestError(f"{name} must be {expected}: got {value}", param=name)
+
+
+def _check_stop(stop: str | list[str] | None) -> None:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop must hold at most {MAX_STOPS} strings: got {len(stops)}", param="stop")
+    if not all(stops):
+        raise RequestError("stop must not hold an empty string: it would end every completion", param="stop")
+
+
+def _check_chat(request: ChatRequest) -> None:
+    _refuse_unsupported(request, _NEUTRAL_CHAT)
+    if not request.messages:
+        raise RequestError("messages must not be empty: expected at least one message, got []", param="messages")
+    for index, message in enumerate(request.messages):
+        _check_message(message, f"messages[{index}]")
+    for name in ("max_tokens", "max_completion_tokens"):
+        _check(getattr(request, name), name, "an integer >= 1", lambda v: v >= 1)
+    _check_top_logprobs(request.top_logprobs, "top_logprobs")
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs must come with logprobs: true", param="top_logprobs")
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    if isinstance(message.content, list):
+        for index, part in enumerate(message.content):
+            if part.type != "text":
+                raise RequestError(
+                    f"{where}.content[{index}].type must be 'text': got {part.type!r:.40}; this engine reads text only",
+                    param=f"{where}.content[{index}].type",
+                )
+    if message.content is None and message.role != "assistant":
+        raise RequestError(f"{where}.content must be a text: got null", param=f"{where}.content")
+
+
+def _check_completion(request: CompletionRequest) -> None:
+    # Nothing to generate makes sense only when the prompt itself is to be scored.
+    least = 0 if request.echo else 1
+    _check(request.max_tokens, "max_tokens", f"an integer >= {least}", lambda v: v >= least)
+    _check_top_logprobs(request.logprobs, "logprobs")
+
+
+def _check_top_logprobs(value: int | None, name: str) -> None:
+    _check(value, name, f"an integer in [0, {MAX_TOP_LOGPROBS}]", lambda v: 0 <= v <= MAX_TOP_LOGPROBS)

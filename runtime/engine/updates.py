@@ -1,0 +1,91 @@
+"""Weight updates in flight: one at a time, whole or not at all, between two decode steps."""
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from turngate.runtime.engine.batcher import Batcher
+from turngate.runtime.engine.generation import server_error
+from turngate.runtime.engine.model import WEIGHTS_FILE, PolicyModel, read_weights
+from turngate.runtime.engine.model_thread import ModelThread
+from turngate.runtime.engine.protocol import RequestError
+from turngate.runtime.errors import EndpointError, PublishError
+
+__all__ = ["WeightUpdates"]
+
+
+class WeightUpdates:
+    """Takes new weights into service. Versions only grow; the served one may be published again as what it is."""
+
+    # State.
+    policy_version: int  # of the weights that serve
+    done: int  # updates that changed the weights
+    failed: int  # updates refused or broken; the weights stayed
+
+    def __init__(self, thread: ModelThread, model: PolicyModel, policy_version: int) -> None:
+        self._thread = thread
+        self._model = model
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks: set[asyncio.Task[int]] = set()
+        self.policy_version = policy_version
+        self.done = 0
+        self.failed = 0
+
+    async def take(self, path: Path, policy_version: int) -> int:
+        """Serve the file (or the weights in the folder) `path` from the next step on and return its version.
+
+        Cancelled: the update runs to its end unheard, so versions and weights cannot come apart.
+        Raises: RequestError: the old version keeps serving.
+        """
+        task = asyncio.create_task(self._take(path, policy_version))
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    def _forget(self, task: "asyncio.Task[int]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # read, so that asyncio does not complain when nobody waited for it
+
+    async def _take(self, path: Path, policy_version: int) -> int:
+        async with self._one_at_a_time:
+            try:
+                return await self._swap(path, policy_version)
+            except BaseException as error:
+                self.failed += 1
+                if isinstance(error, PublishError):
+                    raise RequestError(str(error), param="path", code="invalid_weights") from error
+                if isinstance(error, EndpointError):
+                    raise server_error(error) from error
+                raise
+
+    async def _swap(self, path: Path, policy_version: int) -> int:
+        if policy_version < self.policy_version:
+            raise _conflict(f"must not go back: expected more than {self.policy_version}, got {policy_version}")
+        # Read whole and off the model thread; nothing that is swapped in is read from the disk again.
+        state = await asyncio.to_thread(_read, path)
+        if policy_version > self.policy_version:
+            await self._thread.call(lambda batcher: batcher.swap_weights(state, policy_version))
+            self.policy_version = policy_version
+            self.done += 1
+        # A retry whose first reply was lost comes here.
+        elif not await self._thread.call(lambda batcher: self._is_served(batcher, state)):
+            raise _conflict(f"must be new: {policy_version} is served with other weights; publish under a new one")
+        return self.policy_version
+
+    def _is_served(self, _: Batcher, state: dict[str, torch.Tensor]) -> bool:
+        own = self._model.state_dict()
+        return own.keys() == state.keys() and all(_is_equal(own[name], state[name]) for name in own)
+
+
+def _is_equal(served: torch.Tensor, given: torch.Tensor) -> bool:
+    return served.shape == given.shape and torch.equal(served, given.to(served))
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    return read_weights(path / WEIGHTS_FILE if path.is_dir() else path)
+
+
+def _conflict(what: str) -> RequestError:
+    return RequestError(f"policy_version {what}", status=409, param="policy_version", code="policy_version_conflict")
