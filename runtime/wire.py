@@ -203,6 +203,7 @@ def chat_completion(reply: ChatReply, version_sent: int, version_received: int) 
     if not reply.choices:
         raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
     choice = reply.choices[0]
+    _require_finished(choice.finish_reason)
     message = choice.message
     logprobs: list[float] = []
     if choice.logprobs is not None and choice.logprobs.content is not None:
@@ -224,6 +225,7 @@ def text_completion(reply: TextReply, prompt: Sequence[int], version_sent: int, 
     if not reply.choices:
         raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
     choice = reply.choices[0]
+    _require_finished(choice.finish_reason)
     logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
     return Completion(
         choice.text,
@@ -234,6 +236,12 @@ def text_completion(reply: TextReply, prompt: Sequence[int], version_sent: int, 
         version_sent,
         version_received,
     )
+
+
+def _require_finished(finish_reason: str | None) -> None:
+    """An aborted generation is no sample of the policy: its end was not the model's, nor a length we asked for."""
+    if finish_reason in ("abort", "error"):
+        raise MalformedReply(f"generation must finish: got finish_reason {finish_reason!r} (choices[0].finish_reason)")
 
 
 def _checked_tokens(

@@ -1,0 +1,17 @@
+"""For tests of agents, endpoints and runtimes: virtual time, fakes, a hostile server, cancellation at every await."""
+
+from turngate.runtime.testing.cancellation import Outcome, cancel_everywhere
+from turngate.runtime.testing.endpoints import FakeEndpoint, FakeTransport, render_ids
+from turngate.runtime.testing.hostile import HostileServer
+from turngate.runtime.testing.virtual_time import VirtualTimeLoop, run_virtual
+
+__all__ = [
+    "FakeEndpoint",
+    "FakeTransport",
+    "HostileServer",
+    "Outcome",
+    "VirtualTimeLoop",
+    "cancel_everywhere",
+    "render_ids",
+    "run_virtual",
+]

@@ -1,0 +1,350 @@
+"""The hot client against good, bad and hostile servers."""
+
+import asyncio
+import gc
+import math
+from random import Random
+
+import pytest
+
+from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.endpoint import Endpoint
+from turngate.runtime.errors import (
+    ConfigError,
+    ContextOverflow,
+    EndpointError,
+    EndpointRefused,
+    EndpointTimeout,
+    MalformedReply,
+)
+from turngate.runtime.testing import FakeTransport, HostileServer, run_virtual
+from turngate.runtime.testing.endpoints import fake_logprob, fake_reply
+from turngate.runtime.testing.hostile import answer, broken, hang, raw, reset, status
+from turngate.runtime.transport import Reply
+from turngate.runtime.types import Message, Sampling
+from turngate.runtime.wire import check_logprobs
+
+ASK = [Message("system", "be brief"), Message("user", "hi")]
+SAMPLING = Sampling(max_tokens=8)
+
+
+def good(path, request):
+    import msgspec
+
+    return Reply(200, {}, msgspec.json.encode(fake_reply(request, "ok", policy_version=4)))
+
+
+def endpoint_at(server, **options):
+    return Endpoint(server.url, model="m", random=Random(0), **options)
+
+
+async def test_completion_carries_ids_logprobs_and_versions_as_the_server_gave_them():
+    async with HostileServer(answer("ok")) as server, endpoint_at(server, policy_version=3) as endpoint:
+        completion = await endpoint.complete(ASK, SAMPLING, seed=5)
+    assert completion.text == "ok"
+    assert list(completion.token_ids) == [111, 107, 260]
+    assert list(completion.logprobs) == [fake_logprob(111), fake_logprob(107), fake_logprob(260)]
+    assert list(completion.versions) == [0, 0, 0]
+    assert list(completion.prompt_token_ids) == [256, *b"be brief", 260, 257, *b"hi", 260, 258]
+    assert (completion.version_sent, completion.version_received, completion.stop_reason) == (3, 3, "stop")
+
+
+async def test_request_spells_out_sampling_and_leaves_unset_fields_out():
+    async with HostileServer() as server, endpoint_at(server) as endpoint:
+        await endpoint.complete(ASK, Sampling(temperature=0.5, max_tokens=8, stop=("\n",)), seed=5)
+    assert server.requests == [
+        {
+            "model": "m",
+            "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "max_tokens": 8,
+            "logprobs": True,
+            "top_k": 0,
+            "return_token_ids": True,
+            "seed": 5,
+            "stop": ["\n"],
+        }
+    ]
+
+
+async def test_tools_and_tool_calls_are_spelled_as_the_api_has_them():
+    call = ToolCall("c1", "look", '{"at": 1}')
+    said = [*ASK, Message("assistant", "", (call,)), Message("tool", "a wall", (), "c1")]
+    tool = ToolSpec("look", "Look at something.", {"type": "object"})
+
+    def call_back(reply):
+        message = reply["choices"][0]["message"]
+        message["content"] = None
+        message["tool_calls"] = [{"id": "c2", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+
+    async with HostileServer(answer("x", call_back)) as server, endpoint_at(server) as endpoint:
+        completion = await endpoint.complete(said, SAMPLING, tools=[tool])
+    assert server.requests[0]["tools"] == [
+        {
+            "type": "function",
+            "function": {"name": "look", "description": "Look at something.", "parameters": {"type": "object"}},
+        }
+    ]
+    assert server.requests[0]["messages"][2:] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}],
+        },
+        {"role": "tool", "content": "a wall", "tool_call_id": "c1"},
+    ]
+    assert completion.text == ""
+    assert completion.tool_calls == (ToolCall("c2", "look", "{}"),)
+
+
+async def test_without_extensions_only_openai_fields_are_sent():
+    async with HostileServer() as server, endpoint_at(server, extensions=False) as endpoint:
+        await endpoint.complete(ASK, SAMPLING)
+        with pytest.raises(ConfigError, match="top_k needs a server with extensions"):
+            await endpoint.complete(ASK, Sampling(top_k=5))
+    assert set(server.requests[0]) == {"model", "messages", "temperature", "top_p", "max_tokens", "logprobs"}
+
+
+async def test_server_errors_are_retried_until_it_answers():
+    async with HostileServer(status(500), status(503), answer("fine")) as server, endpoint_at(server) as endpoint:
+        completion = await endpoint.complete(ASK, SAMPLING)
+        figures = endpoint.statistics()
+    assert completion.text == "fine"
+    assert (figures.completed, figures.retries, figures.in_flight, figures.failed) == (1, 2, 0, 0)
+
+
+async def test_a_reset_before_the_first_byte_is_retried_at_once_on_a_fresh_connection():
+    async with HostileServer(answer(), reset(), answer("again")) as server, endpoint_at(server) as endpoint:
+        await endpoint.complete(ASK, SAMPLING)
+        completion = await endpoint.complete(ASK, SAMPLING)
+        assert endpoint.statistics().retries == 0  # none of the backed-off kind
+    assert completion.text == "again"
+    assert server.connections == 2
+
+
+async def test_an_idle_connection_that_the_server_closed_costs_no_failure():
+    async with HostileServer(answer("a", close=True)) as server, endpoint_at(server, max_retries=0) as endpoint:
+        for _ in range(3):
+            assert (await endpoint.complete(ASK, SAMPLING)).text == "a"
+
+
+async def test_a_reply_broken_off_in_the_middle_is_retried():
+    async with HostileServer(broken(), answer("whole")) as server, endpoint_at(server) as endpoint:
+        assert (await endpoint.complete(ASK, SAMPLING)).text == "whole"
+        assert endpoint.statistics().retries == 1
+
+
+async def test_a_server_that_is_not_there_fails_with_its_address():
+    async with HostileServer() as server:
+        pass
+    async with endpoint_at(server, max_retries=1) as endpoint:
+        with pytest.raises(
+            EndpointError, match=r"server must answer: got .*POST http://127.0.0.1:\d+/v1/chat/completions, 1 retries"
+        ):
+            await endpoint.complete(ASK, SAMPLING)
+        assert endpoint.statistics().failed == 1
+
+
+async def test_a_hanging_server_times_out_within_the_deadline():
+    async with HostileServer(hang()) as server, endpoint_at(server) as endpoint:
+        with pytest.raises(EndpointTimeout, match="reply must arrive within"):
+            await endpoint.complete(ASK, SAMPLING, timeout_s=0.05)
+        assert (endpoint.statistics().timeouts, endpoint.statistics().in_flight) == (1, 0)
+
+
+async def test_cancelling_a_request_closes_its_connection_and_the_next_one_works():
+    async with HostileServer(hang(), answer("next")) as server, endpoint_at(server) as endpoint:
+        task = asyncio.create_task(endpoint.complete(ASK, SAMPLING))
+        await server.received()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert endpoint.statistics().in_flight == 0
+        assert (await endpoint.complete(ASK, SAMPLING)).text == "next"
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 422])
+async def test_a_refusal_is_not_retried_and_says_why(code):
+    async with HostileServer(status(code, "top_p must be <= 1")) as server, endpoint_at(server) as endpoint:
+        with pytest.raises(EndpointRefused, match=f"got status {code}: top_p must be <= 1") as caught:
+            await endpoint.complete(ASK, SAMPLING)
+        assert endpoint.statistics().refused == 1
+    assert not isinstance(caught.value, ContextOverflow)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"error": {"message": "This model\'s maximum context length is 8 tokens.", "code": null}}',
+        b'{"error": {"message": "no room", "code": "context_length_exceeded"}}',
+        b'{"object": "error", "message": "The input is longer than the model\'s context length"}',
+        b'{"detail": "prompt is too long"}',
+    ],
+)
+async def test_an_overlong_prompt_is_told_from_other_refusals(body):
+    async with HostileServer(raw(body, 400)) as server, endpoint_at(server) as endpoint:
+        with pytest.raises(ContextOverflow):
+            await endpoint.complete(ASK, SAMPLING)
+
+
+def test_backoff_is_jittered_doubles_and_respects_retry_after():
+    async def main():
+        loop = asyncio.get_running_loop()
+        busy = Reply(429, {"Retry-After": "30"}, b"")
+        transport = FakeTransport(Reply(500, {}, b""), Reply(500, {}, b""), busy, good)
+        endpoint = Endpoint("http://x/v1", model="m", transport=transport, random=Random(1))
+        await endpoint.complete(ASK, SAMPLING)
+        return loop.time()
+
+    random = Random(1)
+    waits = [0.25 * (0.5 + 0.5 * random.random()), 0.5 * (0.5 + 0.5 * random.random()), 30.0]
+    assert run_virtual(main()) == pytest.approx(sum(waits))
+
+
+def test_retrying_never_outlasts_the_deadline():
+    async def main():
+        endpoint = Endpoint(
+            "http://x/v1", model="m", transport=FakeTransport(Reply(503, {"Retry-After": "60"}, b"busy"))
+        )
+        with pytest.raises(EndpointError, match="got status 503: busy"):
+            await endpoint.complete(ASK, SAMPLING, timeout_s=10)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 0.0  # it gives up at once: the server itself says that 10 s are not enough
+
+
+def _shorten(reply):
+    reply["choices"][0]["logprobs"]["content"].pop()
+
+
+def _set_logprob(value):
+    def edit(reply):
+        reply["choices"][0]["logprobs"]["content"][1]["logprob"] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_shorten, r"logprobs must align with token_ids: expected 3, got 2 \(choices\[0\]\.logprobs\)"),
+        (lambda r: r["choices"][0]["policy_versions"].pop(), "policy_versions must align with token_ids: expected 3"),
+        (_set_logprob(None), r"log-probs must be finite and at most 0: got None \(choices\[0\]\.logprobs\[1\]\)"),
+        (_set_logprob(0.5), r"got 0.5 \(choices\[0\]\.logprobs\[1\]\)"),
+        (lambda r: r["choices"][0]["token_ids"].__setitem__(2, -1), r"got -1 \(choices\[0\]\.token_ids\[2\]\)"),
+        (lambda r: r["prompt_token_ids"].__setitem__(0, 2**40), r"prompt_token_ids\[0\]"),
+        (lambda r: r["choices"].clear(), "choices must hold one completion"),
+        (lambda r: r["choices"][0].pop("message"), r"missing required field `message` - at `\$\.choices"),
+        (lambda r: r["choices"][0].update(token_ids=["a"]), r"Expected `int`, got `str` - at `\$\.choices"),
+    ],
+)
+async def test_a_reply_that_contradicts_itself_is_malformed_and_names_the_place(edit, message):
+    async with HostileServer(answer("ok", edit)) as server, endpoint_at(server) as endpoint:
+        with pytest.raises(MalformedReply, match=message) as caught:
+            await endpoint.complete(ASK, SAMPLING)
+        assert endpoint.statistics().malformed == 1
+    assert f"POST {server.url}/chat/completions" in str(caught.value)
+
+
+async def test_nan_logprobs_are_malformed():
+    body = (
+        b'{"choices": [{"message": {"content": "a"}, "token_ids": [1], "logprobs": {"content": [{"logprob": NaN}]}}],'
+        b' "prompt_token_ids": [1]}'
+    )
+    async with HostileServer(raw(body)) as server, endpoint_at(server) as endpoint:
+        with pytest.raises(MalformedReply, match="reply must be a completion object"):
+            await endpoint.complete(ASK, SAMPLING)
+
+
+def test_non_finite_logprobs_are_found_wherever_they_come_from():
+    check_logprobs([-1.0, 0.0, 1e-7], "here")
+    for bad in (math.nan, -math.inf, math.inf, 2e-6):
+        with pytest.raises(MalformedReply, match=r"\(here\[1\]\)"):
+            check_logprobs([-1.0, bad], "here")
+
+
+@pytest.mark.parametrize("body", [b"<html>proxy</html>", b"", b"[]", b'{"choices": 3}', b"\xff\xfe"])
+async def test_garbage_is_malformed_not_a_crash(body):
+    async with HostileServer(raw(body)) as server, endpoint_at(server) as endpoint:
+        with pytest.raises(MalformedReply, match="reply must be a completion object"):
+            await endpoint.complete(ASK, SAMPLING)
+
+
+async def test_an_aborted_generation_is_an_error_not_a_completion():
+    edit = lambda reply: reply["choices"][0].update(finish_reason="abort")
+    async with HostileServer(answer("half", edit)) as server, endpoint_at(server) as endpoint:
+        with pytest.raises(EndpointError, match="abort"):
+            await endpoint.complete(ASK, SAMPLING)
+
+
+def _plain(reply):
+    del reply["prompt_token_ids"]
+    choice = reply["choices"][0]
+    choice["logprobs"] = None
+    del choice["token_ids"], choice["policy_versions"]
+
+
+async def test_a_plain_server_still_completes_without_ids():
+    async with HostileServer(answer("ok", _plain)) as server, endpoint_at(server) as endpoint:
+        completion = await endpoint.complete(ASK, SAMPLING)
+    assert (completion.text, completion.token_ids, completion.logprobs) == ("ok", (), ())
+
+
+async def test_without_versions_from_the_server_tokens_get_the_version_at_send():
+    async with (
+        HostileServer(answer("ok", lambda r: r["choices"][0].pop("policy_versions"))) as server,
+        endpoint_at(server, policy_version=6) as endpoint,
+    ):
+        task = asyncio.create_task(endpoint.complete(ASK, SAMPLING))
+        await server.received()
+        endpoint.policy_version = 7  # published while the request was under way
+        completion = await task
+    assert list(completion.versions) == [6, 6, 6]
+    assert (completion.version_sent, completion.version_received) == (6, 7)
+
+
+def test_one_endpoint_serves_two_event_loops_and_leaks_nothing():
+    async def find_port():
+        async with HostileServer() as server:
+            return int(server.url.split(":")[2].split("/")[0])
+
+    port = asyncio.run(find_port())
+    endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", model="m")
+
+    async def main(text):
+        async with HostileServer(answer(text), port=port):
+            return (await endpoint.complete(ASK, SAMPLING)).text
+
+    assert asyncio.run(main("one")) == "one"
+    assert asyncio.run(main("two")) == "two"
+    gc.collect()  # a session left open would warn here, and warnings are errors
+
+
+async def test_generate_continues_ids_and_score_aligns_with_them():
+    generated = (
+        b'{"choices": [{"text": "ab", "finish_reason": "length", "token_ids": [5, 6], '
+        b'"logprobs": {"token_logprobs": [-0.5, -0.25]}}]}'
+    )
+    scored = b'{"choices": [{"text": "", "logprobs": {"token_logprobs": [null, -1.5, -2.0]}}]}'
+    async with HostileServer(raw(generated), raw(scored), raw(generated)) as server, endpoint_at(server) as endpoint:
+        completion = await endpoint.generate([1, 2], SAMPLING)
+        assert await endpoint.score([1, 2, 3]) == [0.0, -1.5, -2.0]
+        with pytest.raises(MalformedReply, match="echoed log-probs must cover the prompt: expected 3, got 2"):
+            await endpoint.score([1, 2, 3])
+    assert (list(completion.token_ids), list(completion.logprobs)) == ([5, 6], [-0.5, -0.25])
+    assert list(completion.prompt_token_ids) == [1, 2]
+    assert server.requests[0]["prompt"] == [1, 2]
+    assert (server.requests[1]["echo"], server.requests[1]["max_tokens"]) == (True, 0)
+
+
+async def test_api_key_is_sent_and_never_shown():
+    endpoint = Endpoint("http://127.0.0.1:1/v1/", model="m", api_key="secret")
+    assert repr(endpoint) == "<Endpoint m at http://127.0.0.1:1/v1, version 0, 0 in flight, 0 completed, 0 retries>"
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "", "http://"])
+def test_a_url_that_cannot_work_is_refused_at_once(url):
+    with pytest.raises(ConfigError, match="url must be"):
+        Endpoint(url, model="m")
