@@ -12,7 +12,7 @@ from turngate.runtime.errors import ConfigError, EndpointError, LearnerError, Pu
 from turngate.runtime.rollout import Limits
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
-from turngate.runtime.testing_learner import CountingLearner
+from turngate.runtime.testing.learner import CountingLearner
 from turngate.runtime.training import train
 from turngate.runtime.types import NO_VERSION, Completion, Message, Sampling
 from turngate.runtime.weights import WeightPublisher

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.testing_learner import CountingLearner
+from turngate.runtime.testing.learner import CountingLearner
 from turngate.runtime.types import Batch
 from turngate.runtime.worker import WorkerMode, start_learner
 
@@ -32,7 +32,7 @@ async def test_a_worker_updates_saves_and_resumes(mode: WorkerMode, tmp_path: Pa
 async def test_an_error_in_the_learner_arrives_with_its_traceback(mode: WorkerMode) -> None:
     async with start_learner(CountingLearner(fail_at=0), mode=mode) as worker:
         await worker.load(None)
-        with pytest.raises(LearnerError, match=r"learner failed in Update: told to fail[\s\S]*testing_learner.py"):
+        with pytest.raises(LearnerError, match=r"learner failed in Update: told to fail[\s\S]*learner.py"):
             await worker.update(EMPTY)
 
 
