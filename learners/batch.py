@@ -1,8 +1,8 @@
 """From records to tensors: token-aligned packed arrays, minibatches of whole trajectories, tightly padded forwards.
 
-    Batch -> PackedBatch (every token once, no padding) -> rows per optimizer step -> MicroBatch per forward
+    Batch -> TokenBatch (every token once, no padding) -> rows per optimizer step -> MicroBatch per forward
 
-Everything a loss needs lives in flat (N,) arrays over tokens; padding exists only inside one forward pass.
+Everything a loss needs lives in flat (N,) arrays over tokens; padding exists only inside the model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,17 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from turngate.runtime.engine.packing import Packed, pack
 from turngate.runtime.errors import ConfigError, LearnerError, RecordError
 from turngate.runtime.types import NO_TURN, NO_VERSION, Batch, Segment, Trajectory
 
-__all__ = ["MicroBatch", "PackedBatch", "length_sorted", "microbatches", "minibatches", "pack"]
+__all__ = ["MicroBatch", "TokenBatch", "check_trajectory", "lay_out", "length_sorted", "microbatches", "minibatches"]
 
 # A behaviour log-prob above 0 is no log-probability; float32 rounding of a near-certain token may reach this.
 _LOGPROB_SLACK = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBatch:
+class TokenBatch:
     """Rows (segments) laid end to end; index s of every (N,) array belongs to token s."""
 
     token_ids_N: Tensor
@@ -53,6 +54,16 @@ class PackedBatch:
         """Number of trained tokens."""
         return int(self.mask_N.sum())
 
+    @property
+    def is_one_row_per_trajectory(self) -> bool:
+        """True when no context was ever rewritten."""
+        return len(set(self.row_trajectories)) == len(self.row_trajectories)
+
+    def sum_by_trajectory(self, values_N: Tensor) -> Tensor:
+        """Return the sums (trajectories,) of `values_N` over trained tokens, over all segments, in float64."""
+        sums_I = torch.zeros(len(self.trajectory_names), dtype=torch.float64)
+        return sums_I.index_add(0, self.trajectory_ids_N[self.mask_N], values_N[self.mask_N].to(torch.float64))
+
     def row_starts(self) -> NDArray[np.int64]:
         """Return the position of each row's first token, shape (rows,)."""
         return np.cumsum([0, *self.row_lengths], dtype=np.int64)[:-1]
@@ -72,18 +83,15 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass: right-padded rows of similar length, and where the trained tokens are."""
+    """One forward pass over a few rows of similar length."""
 
-    token_ids_BT: Tensor
-    """int64, padded with 0. Right padding needs no attention mask under causal attention."""
-    rows_P: Tensor
-    columns_P: Tensor
-    """int64; row and column of each of the P trained tokens."""
-    packed_P: Tensor
-    """int64; position of the same tokens in the packed arrays."""
+    packed: Packed
+    """What the model reads; it scores the P trained tokens."""
+    positions_P: Tensor
+    """int64; position of the same tokens, in the same order, in the token batch."""
 
 
-def pack(batch: Batch, keep: Sequence[Sequence[bool]], *, vocabulary_size: int) -> PackedBatch:
+def lay_out(batch: Batch, keep: Sequence[Sequence[bool]], *, vocabulary_size: int) -> TokenBatch:
     """Lay out every segment of the kept trajectories that holds a trained token, one row each.
 
     Args: keep: per group of the batch and per member. A member that is not kept adds no row, so its tokens are in no
@@ -103,7 +111,7 @@ def pack(batch: Batch, keep: Sequence[Sequence[bool]], *, vocabulary_size: int) 
     return _concatenate(rows, tuple(names))
 
 
-def minibatches(batch: PackedBatch, count: int, generator: torch.Generator) -> list[list[int]]:
+def minibatches(batch: TokenBatch, count: int, generator: torch.Generator) -> list[list[int]]:
     """Deal the rows into at most `count` parts, by whole trajectories in random order.
 
     All segments of a trajectory land in one part, so that statistics per trajectory stay whole.
@@ -117,24 +125,19 @@ def minibatches(batch: PackedBatch, count: int, generator: torch.Generator) -> l
     return [[row for trajectory in part for row in rows_of[trajectory]] for part in parts]
 
 
-def microbatches(batch: PackedBatch, rows: Sequence[int], max_tokens: int) -> Iterator[MicroBatch]:
-    """Cut `rows` into forward passes of at most `max_tokens` padded tokens, longest rows together.
+def microbatches(batch: TokenBatch, rows: Sequence[int], max_tokens: int) -> Iterator[MicroBatch]:
+    """Cut `rows` into forward passes of at most about `max_tokens` tokens, rows of similar length together.
 
     Every trained token is in exactly one of them. A row longer than `max_tokens` gets a pass of its own.
     """
     starts = batch.row_starts()
     mask_N, token_ids_N = batch.mask_N.numpy(), batch.token_ids_N.numpy()
     for indices in length_sorted([batch.row_lengths[row] for row in rows], max_tokens):
-        chosen = [rows[i] for i in indices]
-        token_ids_BT = np.zeros((len(chosen), batch.row_lengths[chosen[0]]), np.int64)
-        where: list[NDArray[np.int64]] = []
-        for b, row in enumerate(chosen):
-            start, length = int(starts[row]), batch.row_lengths[row]
-            token_ids_BT[b, :length] = token_ids_N[start : start + length]
-            columns = np.flatnonzero(mask_N[start : start + length])
-            where.append(np.stack([np.full_like(columns, b), columns, columns + start]))
-        rows_P, columns_P, packed_P = torch.from_numpy(np.concatenate(where, axis=1))
-        yield MicroBatch(torch.from_numpy(token_ids_BT), rows_P, columns_P, packed_P)
+        spans = [slice(int(starts[rows[i]]), int(starts[rows[i]]) + batch.row_lengths[rows[i]]) for i in indices]
+        masks = [mask_N[span] for span in spans]
+        positions = [np.flatnonzero(mask) + span.start for mask, span in zip(masks, spans, strict=True)]
+        packed = pack([token_ids_N[span] for span in spans], masks)
+        yield MicroBatch(packed, torch.from_numpy(np.concatenate(positions)))
 
 
 def length_sorted(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -225,7 +228,7 @@ def _check_row(row: _Row, name: str, policy_version: int, vocabulary_size: int) 
             raise RecordError(f"{what}: got {values_T[at]} (trajectory {name}, turn {row.turn_ids_T[at]}, token {at})")
 
 
-def _concatenate(rows: Sequence[_Row], names: tuple[str, ...]) -> PackedBatch:
+def _concatenate(rows: Sequence[_Row], names: tuple[str, ...]) -> TokenBatch:
     lengths = np.asarray([len(row.mask_T) for row in rows], np.int64)
 
     def tokens(values: Sequence[NDArray[Any]], dtype: type) -> Tensor:
@@ -234,7 +237,7 @@ def _concatenate(rows: Sequence[_Row], names: tuple[str, ...]) -> PackedBatch:
     def spread(values: Sequence[int]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, np.int64), lengths))
 
-    return PackedBatch(
+    return TokenBatch(
         token_ids_N=tokens([row.token_ids_T for row in rows], np.int64),
         mask_N=tokens([row.mask_T for row in rows], np.bool_),
         behaviour_logprobs_N=tokens([row.behaviour_T for row in rows], np.float32),

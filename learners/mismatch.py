@@ -9,9 +9,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from turngate.learners.batch import TokenBatch
+from turngate.learners.offpolicy import Correction, is_weights
 from turngate.learners.ratios import check_shapes
 
-__all__ = ["EffectiveSampleSize", "MismatchMetrics", "effective_sample_size", "mismatch_metrics"]
+__all__ = ["EffectiveSampleSize", "MismatchMetrics", "effective_sample_size", "mismatch_metrics", "sampler_mismatch"]
 
 
 class EffectiveSampleSize(msgspec.Struct, frozen=True):
@@ -62,3 +64,28 @@ def mismatch_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor)
         max_abs=float(d_P.abs().max()),
         chi2=float((2 * d_P).exp().mean() - 1),
     )
+
+
+def sampler_mismatch(tokens: TokenBatch, proximal_N: Tensor, *, policy_version: int) -> dict[str, float]:
+    """Return how far the policy has moved from the one that sampled a batch, before any clamping.
+
+    Fractions and means are over trained tokens; `ess_trajectory_ratio` is over trajectories with trained tokens.
+    """
+    mask_N, behaviour_N = tokens.mask_N, tokens.behaviour_logprobs_N
+    distance = mismatch_metrics(proximal_N, behaviour_N, mask_N)
+    gap_N = proximal_N.to(torch.float64) - behaviour_N.to(torch.float64)
+    trained = tokens.trajectory_ids_N[mask_N].unique()
+    truncated_N = is_weights(proximal_N, behaviour_N, mask_N, Correction()).is_truncated
+    lag_P = (policy_version - tokens.versions_N[mask_N]).to(torch.float64)
+    return {
+        "sampler_kl_k1": distance.kl_k1,
+        "sampler_kl_k3": distance.kl_k3,
+        "log_ratio_abs_mean": distance.mean_abs,
+        "log_ratio_abs_max": distance.max_abs,
+        "log_ratio_second_moment": distance.second_moment,
+        "ess_token_ratio": effective_sample_size(gap_N[mask_N]).ess_ratio,
+        "ess_trajectory_ratio": effective_sample_size(tokens.sum_by_trajectory(gap_N)[trained]).ess_ratio,
+        "tis_truncated_fraction": float(truncated_N.sum()) / max(tokens.policy_tokens, 1),
+        "trained_lag_mean": float(lag_P.mean()) if len(lag_P) else 0.0,
+        "trained_lag_max": float(lag_P.max()) if len(lag_P) else 0.0,
+    }

@@ -102,12 +102,12 @@ def _metrics(
         return count / of if of else 0.0
 
     return {
-        "groups/degenerate_fraction": fraction(sum(r.is_degenerate for r in groups), len(groups)),
-        "groups/incomplete": float(n_short),
-        "groups/valid_members_mean": fraction(sum(r.n_valid for r in results), len(results)),
-        "groups/excluded_truncated": float(sum(t.end.is_truncation for t in trajectories)),
-        "groups/excluded_failed": float(sum(t.end.is_failure for t in trajectories)),
-        "groups/excluded_unscorable": float(sum(int(r.isnan().sum()) for r in rewards)),
-        "groups/reward_mean": float(kept_R.mean()) if len(kept_R) else 0.0,
-        "groups/reward_std": float(kept_R.std()) if len(kept_R) > 1 else 0.0,
+        "degenerate_fraction": fraction(sum(r.is_degenerate for r in groups), len(groups)),
+        "incomplete_groups": float(n_short),
+        "valid_members_mean": fraction(sum(r.n_valid for r in results), len(results)),
+        "excluded_truncated": float(sum(t.end.is_truncation for t in trajectories)),
+        "excluded_failed": float(sum(t.end.is_failure for t in trajectories)),
+        "excluded_unscorable": float(sum(int(r.isnan().sum()) for r in rewards)),
+        "group_reward_mean": float(kept_R.mean()) if len(kept_R) else 0.0,
+        "group_reward_std": float(kept_R.std()) if len(kept_R) > 1 else 0.0,
     }

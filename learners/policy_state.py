@@ -1,0 +1,147 @@
+"""The part of a learner that changes while it learns: weights, optimizer, generator, counters; saved and restored."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from turngate.learners.batch import TokenBatch, microbatches
+from turngate.learners.losses import TokenLoss
+from turngate.learners.optimizers import MuonAdamW, Schedule
+from turngate.runtime.engine.model import PolicyModel
+from turngate.runtime.errors import LearnerError
+
+__all__ = ["PolicyState", "StepTally", "score_tokens"]
+
+
+@dataclass(slots=True)
+class StepTally:
+    """Sums over the optimizer steps of one update."""
+
+    loss: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    """Trained tokens, counted once per step they were in."""
+    grad_norms: list[float] = field(default_factory=list[float])
+    """Before clipping; steps without any gradient are left out."""
+    clipped: tuple[int, int, int] = (0, 0, 0)
+    ratio_max: float = 0.0
+
+    def add(self, loss: Tensor, surrogate: TokenLoss) -> None:
+        """Count one forward pass."""
+        self.loss += float(loss.detach())
+        high, low, dual = self.clipped
+        self.clipped = (
+            high + int(surrogate.is_clipped_high.sum()),
+            low + int(surrogate.is_clipped_low.sum()),
+            dual + int(surrogate.is_clipped_dual.sum()),
+        )
+        self.ratio_max = max(self.ratio_max, float(surrogate.ratio.max()))
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over steps, and fractions of all trained tokens."""
+        high, low, dual = (count / max(self.tokens, 1) for count in self.clipped)
+        return {
+            "loss": self.loss / max(self.steps, 1),
+            "grad_norm": sum(self.grad_norms) / max(len(self.grad_norms), 1),
+            "grad_norm_max": max(self.grad_norms, default=0.0),
+            "optimizer_steps": float(len(self.grad_norms)),
+            "clip_high_fraction": high,
+            "clip_low_fraction": low,
+            "clip_dual_fraction": dual,
+            "ratio_max": self.ratio_max,
+        }
+
+
+class PolicyState:
+    """A model that is being trained.
+
+    State: the model's weights, the optimizer's, the generator's, and two counters. The reference never changes.
+    """
+
+    def __init__(self, model: PolicyModel, optimizer: MuonAdamW, *, seed: int, reference: PolicyModel | None) -> None:
+        self.model, self.optimizer, self.reference = model, optimizer, reference
+        self.generator = torch.Generator().manual_seed(seed)
+        self.updates = 0
+        self.parity_batches = 0
+        """Batches that passed the parity check."""
+
+    def __repr__(self) -> str:
+        return f"<PolicyState {self.updates} updates>"
+
+    def step(self, max_grad_norm: float, schedule: Schedule, tally: StepTally) -> None:
+        """Apply the accumulated gradients.
+
+        Raises: LearnerError: loss or gradient is not finite; the weights are as before.
+        """
+        grad_norm = self.optimizer.clip_grad_norm(max_grad_norm)
+        if not (math.isfinite(grad_norm) and math.isfinite(tally.loss)):
+            self.optimizer.zero_grad()
+            raise LearnerError(
+                f"loss and gradient must be finite: got {tally.loss} and norm {grad_norm} in update {self.updates}; "
+                "the weights are untouched; lower the learning rates and look at ratio_max and entropy"
+            )
+        self.optimizer.step(schedule.factor(self.updates))
+        self.optimizer.zero_grad()
+        tally.grad_norms.append(grad_norm)
+
+    def save(self, folder: Path) -> None:
+        """Write everything needed to go on exactly from here."""
+        self.model.save(folder / "model")
+        torch.save(
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "generator": self.generator.get_state(),
+                "updates": self.updates,
+                "parity_batches": self.parity_batches,
+            },
+            folder / "learner.pt",
+        )
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what `save` wrote. Raises: LearnerError: it cannot be read or is another model's."""
+        path = folder / "learner.pt"
+        try:
+            saved = torch.load(path, weights_only=True)
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.generator.set_state(saved["generator"])
+            self.updates, self.parity_batches = saved["updates"], saved["parity_batches"]
+        except (OSError, KeyError, RuntimeError) as error:
+            raise LearnerError(f"checkpoint must be readable: {error} ({path}); use an older one") from error
+
+
+@torch.no_grad()
+def score_tokens(
+    model: PolicyModel,
+    tokens: TokenBatch,
+    *,
+    temperature: float,
+    microbatch_tokens: int,
+    rows: Iterable[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies (N,) of the trained tokens of `rows` (default all); 0 elsewhere.
+
+    Raises: LearnerError: a segment is longer than the model's context, or a log-prob is not finite.
+    """
+    longest = max(tokens.row_lengths, default=0)
+    if longest > model.config.max_context:
+        raise LearnerError(
+            f"segments must fit the model: expected at most {model.config.max_context} tokens, got {longest}; "
+            "raise max_context or limit the rollouts' tokens"
+        )
+    logprobs_N, entropy_N = torch.zeros(len(tokens.mask_N)), torch.zeros(len(tokens.mask_N))
+    chosen = list(range(len(tokens.row_lengths)) if rows is None else rows)
+    for micro in microbatches(tokens, chosen, microbatch_tokens):
+        scores = model.score(micro.packed, temperature=temperature, with_entropy=True)
+        assert scores.entropy_M is not None
+        logprobs_N[micro.positions_P] = scores.logprobs_M
+        entropy_N[micro.positions_P] = scores.entropy_M
+    if not torch.isfinite(logprobs_N).all():
+        at = int((~torch.isfinite(logprobs_N)).nonzero()[0])
+        raise LearnerError(
+            f"log-probs must be finite: got {float(logprobs_N[at])} ({tokens.where(at)}); look at the weights"
+        )
+    return logprobs_N, entropy_N
