@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -91,3 +92,36 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def fake_batcher(tokenizer: Tokenizer) -> FakeBatcher:
     return FakeBatcher(None, tokenizer)
+
+
+@pytest.fixture
+def tiny_model(tokenizer: Tokenizer):
+    """A model of few weights and a sharp, seeded distribution."""
+    from turngate.runtime.engine.model import ModelConfig, PolicyModel
+
+    config = ModelConfig(
+        vocab_size=len(tokenizer), width=16, layers=1, heads=2, head_dim=8, mlp_width=32, max_context=64
+    )
+    return PolicyModel(config, seed=1)
+
+
+@pytest.fixture
+def start_server(tiny_model, tokenizer, monkeypatch) -> Callable[..., Any]:
+    """Return a function that makes a server on the scripted batcher; the batcher is its `fake` attribute."""
+    from turngate.runtime.engine import server
+    from turngate.runtime.engine.config import EngineConfig
+
+    monkeypatch.setattr(server, "Batcher", FakeBatcher)
+
+    def start(**settings: Any) -> server.EngineServer:
+        made = server.EngineServer(tiny_model, tokenizer, EngineConfig(**settings))
+        made.fake = made._thread._batcher
+        return made
+
+    return start
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
