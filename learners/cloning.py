@@ -89,8 +89,8 @@ def clone(
     demonstrations: Demonstrations,
     folder: Path,
     *,
-    tokenizer: Tokenizer,
-    model: ModelConfig | Path,
+    tokenizer: Tokenizer | None = None,
+    model: ModelConfig | Path | None = None,
     config: CloningConfig = CloningConfig(),  # noqa: B008 - frozen
     tools: Sequence[ToolSpec] = (),
     seed: int = 0,
@@ -99,11 +99,14 @@ def clone(
 ) -> Path:
     """Train a policy on demonstrations and return `folder`, now a model folder.
 
-    Args: model: a configuration to start from random weights, or a model folder to go on from. tools: on offer in every
-    demonstration. gate: looks at the model every `gate_every` steps, with the number of steps done, and stops the
-    training by returning True. Equal arguments give equal weights on the same machine.
+    Args: tokenizer: by default the folder's own when going on from one, else trained on the demonstrations. model: a
+    configuration to start from random weights, or a model folder to go on from; by default the smallest policy.
+    tools: on offer in every demonstration. gate: looks at the model every `gate_every` steps, with the number of steps
+    done, and stops the training by returning True. Equal arguments give equal weights on the same machine.
     Raises: LearnerError: the loss is not finite, or a demonstration has no assistant message.
     """
+    tokenizer = tokenizer or _default_tokenizer(demonstrations, model)
+    model = model or ModelConfig(vocab_size=len(tokenizer))
     policy = PolicyModel.load(model) if isinstance(model, Path) else PolicyModel(model, seed=seed)
     optimizer = MuonAdamW(policy, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
     schedule = config.schedule
@@ -131,6 +134,15 @@ def clone(
     policy.save(folder)
     tokenizer.save(folder / "tokenizer.json")
     return folder
+
+
+def _default_tokenizer(demonstrations: Demonstrations, model: ModelConfig | Path | None) -> Tokenizer:
+    if isinstance(model, Path):
+        return Tokenizer.load(model / "tokenizer.json")
+    if callable(demonstrations):
+        raise ConfigError("tokenizer must be given when demonstrations are made step by step: got None")
+    messages = (m if isinstance(m, Message) else Message(role=m[0], content=m[1]) for c in demonstrations for m in c)
+    return Tokenizer.train(message.content for message in messages)
 
 
 @torch.inference_mode()
