@@ -1,7 +1,7 @@
 """What asynchrony buys on slow tools: wall time of the same number of updates at several staleness bounds.
 
 Shopping with heavy-tailed tools (Lomax, mean 50 ms), real engine and learner processes. Every run starts from the same
-warm-started model and takes the same number of updates of the same size; max_staleness 0 is synchronous training and the
+warm-started model and takes the same number of updates of the same size; max_staleness 0 is synchronous training, the
 baseline. The first batch is not timed: filling an empty pipeline costs the same under every bound.
 
 Figures (last line, JSON): `eta0_s`, `eta1_s`, ...: seconds per update; `eta1_ratio`, ...: synchronous over asynchronous

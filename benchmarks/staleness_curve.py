@@ -1,8 +1,8 @@
 """What staleness costs: learning curves at several bounds, at equal episodes, and one without any correction.
 
 Every run starts from the same warm-started shopping policy and consumes the same number of episodes. The curves are the
-success of the training batches; the table adds held-out success after training. Slow tools keep the backlog full, so the
-bound bites.
+success of the training batches; the table adds held-out success after training. Slow tools keep the backlog full, so
+the bound bites.
 
 Figures (last line, JSON): for each setting its held-out success `<name>_success`, mean staleness `<name>_lag` and
 `<name>_seconds`.
