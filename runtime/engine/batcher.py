@@ -1,56 +1,368 @@
 """Continuous batching: sequences join and leave a running batch between two decode steps.
 
-Synchronous and single-threaded: one thread calls `submit`, `cancel`, `swap_weights` and `step` in turn.
+Synchronous and single-threaded: one thread calls `submit`, `cancel`, `swap_weights` and `step` in turn. A step
+
+    1. admits waiting requests into free rows, copies what the prefix cache knows and runs the rest (prefill);
+    2. feeds every running sequence its last token and draws the next (decode);
+    3. reports what finished or streams, and closes the gaps in the batch.
 """
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import torch
 
+from turngate.runtime.engine.cache import BLOCK, Entry, PrefixCache, block_keys
+from turngate.runtime.engine.incremental import Incremental, Span
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.request import BatcherConfig, BatcherStatistics, Finished, Progress, Rejection, Request
+from turngate.runtime.engine.sampler import Drawn, SamplingRows, draw, raw_logprobs, top_logprobs
+from turngate.runtime.engine.sequence import Sequence, check_request
 from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.errors import ConfigError
 
 __all__ = ["Batcher"]
 
+_MAX_WAVES = 4
+"""Prefills in one step. Requests that share a new prefix wait for the first of them, one wave each."""
+_SHARED_BLOCKS = 2
+"""New blocks two requests must share for one to wait for the other: less is cheaper to compute twice."""
+_SEED_MASK = (1 << 64) - 1
+_RATE_WINDOW_S = 1.0
+
 
 class Batcher:
-    """Decodes many sequences together. Not thread-safe: one thread drives it."""
+    """Decodes many sequences together. Not thread-safe: one thread drives it.
+
+    Mutable state: the waiting queue; the running sequences, which fill rows 0 to R - 1 without gaps; per-row token,
+    position and sampling columns; the key-value rows; the prefix cache; the policy version; counters.
+    """
 
     def __init__(
-        self, model: PolicyModel, tokenizer: Tokenizer, config: BatcherConfig | None = None, *, policy_version: int = 0
+        self,
+        model: PolicyModel,
+        tokenizer: Tokenizer,
+        config: BatcherConfig | None = None,
+        *,
+        policy_version: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        raise NotImplementedError
+        """Serve `model`, which the batcher owns from now on.
+
+        Raises: ConfigError: model and tokenizer do not fit, or a size is not positive.
+        """
+        self.config = config or BatcherConfig()
+        _check_config(self.config, model, tokenizer)
+        rows = self.config.max_running
+        self._tokenizer = tokenizer
+        self._model = model.eval().requires_grad_(False)
+        self._engine = Incremental(model, rows)
+        self._policy_version = policy_version
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._tokens = np.zeros(rows, dtype=np.int64)
+        self._positions = np.zeros(rows, dtype=np.int64)
+        self._sampling = SamplingRows(rows)
+        self._cache = PrefixCache(self.config.max_cached_tokens)
+        self._next_id = 0
+        self._seeds = np.random.default_rng(self.config.seed)
+        self._counts = _Counts(clock)
+
+    def __repr__(self) -> str:
+        return f"<Batcher {len(self._running)} running, {len(self._waiting)} waiting, version {self._policy_version}>"
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that serve now."""
-        raise NotImplementedError
+        return self._policy_version
 
     @property
     def has_work(self) -> bool:
         """True while `step` would do something."""
-        raise NotImplementedError
+        return bool(self._running or self._waiting)
 
     def submit(self, request: Request) -> int | Rejection:
         """Queue a request; returns its sequence id, or why it was not taken."""
-        raise NotImplementedError
+        rejection = check_request(request, self._model.config.vocab_size, self._model.config.max_context)
+        if rejection is None and len(self._waiting) >= self.config.max_waiting:
+            message = f"requests must wait for a slot and {len(self._waiting)} already do; try again later"
+            rejection = Rejection("max_waiting", message, "overloaded")
+        if rejection is not None:
+            self._counts.rejected += 1
+            return rejection
+        seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
+        sequence = Sequence(self._next_id, request, seed & _SEED_MASK, self._tokenizer, self._model.config.max_context)
+        self._next_id += 1
+        self._waiting.append(sequence)
+        return sequence.id
 
     def cancel(self, sequence_id: int) -> bool:
         """Drop a sequence and free its slot; False when it is not known (any more). It reports nothing further."""
-        raise NotImplementedError
+        for sequence in (*self._running, *self._waiting):
+            if sequence.id != sequence_id:
+                continue
+            if sequence.row < 0:
+                self._waiting.remove(sequence)
+            else:
+                self._release([sequence])
+            self._counts.cancelled += 1
+            return True
+        return False
 
+    @torch.inference_mode()
     def step(self) -> list[Progress | Finished]:
         """Admit what fits, decode one token for every running sequence, report what streams or finished."""
-        raise NotImplementedError
+        if not self.has_work:
+            return []
+        started_s = self._counts.clock()
+        out: list[Progress | Finished] = []
+        self._admit(out)
+        if self._running:
+            count = len(self._running)
+            tokens, positions = self._tokens[:count], self._positions[:count]
+            logits = self._engine.decode(self._to_device(tokens), self._to_device(positions))
+            self._advance(0, count, logits, out)
+        self._counts.end_step(started_s)
+        return out
 
     def swap_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        """Serve new weights from the next step on.
+        """Serve new weights from the next step on. Running sequences go on under the policy `on_update`.
 
         Raises: PublishError: the weights do not fit the model or are not finite; the old ones go on serving.
         """
-        raise NotImplementedError
+        self._model.load_tensors(state, where=f"policy version {policy_version}")
+        self._engine.refresh()
+        self._policy_version = policy_version
+        self._cache.clear()
+        for sequence in self._running:
+            sequence.entry = None
+        if self.config.on_update == "recompute":
+            self._recompute()
 
     def statistics(self) -> BatcherStatistics:
         """Return counts and present load."""
-        raise NotImplementedError
+        counts = self._counts
+        return BatcherStatistics(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            policy_version=self._policy_version,
+            steps=counts.steps,
+            finished=counts.finished,
+            cancelled=counts.cancelled,
+            rejected=counts.rejected,
+            generated_tokens=counts.generated_tokens,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            recomputed_tokens=counts.recomputed_tokens,
+            busy_s=counts.busy_s,
+            tokens_per_s=counts.tokens_per_s(),
+            cache_entries=len(self._cache),
+            cache_tokens=self._cache.tokens,
+        )
+
+    def _admit(self, out: list[Progress | Finished]) -> None:
+        """Fill free rows from the queue, in waves: a later wave finds in the cache what an earlier one computed."""
+        budget = self.config.max_prefill_tokens
+        for _ in range(_MAX_WAVES):
+            wave, spans = self._next_wave(budget)
+            if not wave:
+                return
+            budget -= sum(len(span.ids) for span in spans)
+            self._prefill(wave, spans, out)
+
+    def _next_wave(self, budget: int) -> tuple[list[Sequence], list[Span]]:
+        """Take requests that fit the free rows and the budget and share no new prefix with one another."""
+        wave: list[Sequence] = []
+        spans: list[Span] = []
+        deferred: list[Sequence] = []
+        new_keys: set[int] = set()
+        free = self.config.max_running - len(self._running)
+        while self._waiting and len(wave) < free and (budget > 0 or not wave):
+            sequence = self._waiting.popleft()
+            entry, length = (None, 0) if sequence.request.echo else self._cache.find(sequence.ids, sequence.keys)
+            if self._cache.max_tokens and self._is_worth_waiting(sequence, length, new_keys):
+                deferred.append(sequence)
+                continue
+            sequence.row = len(self._running) + len(wave)
+            spans.append(self._place(sequence, entry, length))
+            wave.append(sequence)
+            new_keys.update(sequence.keys)
+            budget -= len(spans[-1].ids)
+        self._waiting.extendleft(reversed(deferred))
+        return wave, spans
+
+    def _is_worth_waiting(self, sequence: Sequence, cached: int, new_keys: set[int]) -> bool:
+        """True when another request of this wave is about to compute blocks this one needs too."""
+        known = cached // BLOCK
+        wanted = min(known + _SHARED_BLOCKS, len(sequence.keys))
+        return not sequence.request.echo and wanted > known and sequence.keys[wanted - 1] in new_keys
+
+    def _place(self, sequence: Sequence, entry: Entry | None, length: int) -> Span:
+        """Copy a cached prefix into the sequence's row and return what is left to run."""
+        cache = self._engine.cache
+        if entry is not None and entry.stored is not None:
+            cache.restore(sequence.row, entry.stored, length)
+        elif entry is not None:
+            cache.move(entry.row, sequence.row, length)
+        sequence.cached_tokens = length
+        self._counts.prompt_tokens += sequence.prompt_length
+        self._counts.cached_tokens += length
+        start = max(0, length - 1)
+        return Span(sequence.row, start, length, sequence.ids[start:])
+
+    def _prefill(self, wave: list[Sequence], spans: list[Span], out: list[Progress | Finished]) -> None:
+        """Run the prompts of a wave, score echoed ones, and draw everyone's first token."""
+        logits = self._prefill_logits(wave, spans)
+        first = len(self._running)
+        for sequence in wave:
+            self._join(sequence)
+        self._advance(first, len(self._running), logits, out)
+
+    def _prefill_logits(self, wave: list[Sequence], spans: list[Span]) -> torch.Tensor:
+        """Return the logits after each prompt, shape (wave, V)."""
+        plain = [i for i, sequence in enumerate(wave) if not sequence.request.echo]
+        if len(plain) == len(wave):
+            return self._engine.prefill(spans)
+        echoed = [i for i, sequence in enumerate(wave) if sequence.request.echo]
+        parts = self._engine.prefill([spans[i] for i in echoed], needs="all").split([len(spans[i].ids) for i in echoed])
+        last = {i: part[-1] for i, part in zip(echoed, parts, strict=True)}
+        for i, part in zip(echoed, parts, strict=True):
+            _score_prompt(wave[i], part)
+        if plain:
+            last.update(zip(plain, self._engine.prefill([spans[i] for i in plain]), strict=True))
+        return torch.stack([last[i] for i in range(len(wave))])
+
+    def _join(self, sequence: Sequence) -> None:
+        """Make a prefilled sequence the last running row."""
+        row, request = sequence.row, sequence.request
+        assert row == len(self._running)
+        self._running.append(sequence)
+        self._positions[row] = sequence.prompt_length - 1
+        self._sampling.temperature[row] = request.temperature
+        self._sampling.top_p[row] = request.top_p
+        self._sampling.top_k[row] = request.top_k
+        self._sampling.seed[row] = sequence.seed
+        self._sampling.index[row] = 0
+        self._make_findable(sequence)
+
+    def _make_findable(self, sequence: Sequence) -> None:
+        sequence.entry = Entry(sequence.ids[: sequence.prompt_length], sequence.row)
+        self._cache.add(sequence.entry, sequence.keys)
+
+    def _advance(self, first: int, last: int, logits: torch.Tensor, out: list[Progress | Finished]) -> None:
+        """Draw a token for rows first..last-1, append it, and report and release what finished."""
+        drawn = draw(logits, self._sampling, first, last)
+        self._tokens[first:last] = drawn.tokens_B
+        self._positions[first:last] += 1
+        self._sampling.index[first:last] += 1
+        version, done = self._policy_version, list[Sequence]()
+        columns = zip(self._running[first:last], drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True)
+        for line, (sequence, token, logprob) in enumerate(columns):
+            if self._push(sequence, token, logprob, version, drawn, line):
+                done.append(sequence)
+            if sequence.request.stream:
+                out.append(sequence.progress())
+        self._release(done)
+        out.extend(sequence.finished(self._tokenizer, version) for sequence in done)
+        self._counts.finished += len(done)
+
+    def _push(self, sequence: Sequence, token: int, logprob: float, version: int, drawn: Drawn, line: int) -> bool:
+        """Append one drawn token; True when the sequence is done. A request for no tokens is done before the first."""
+        if sequence.room == 0:
+            sequence.finish_reason = "length"
+            return True
+        self._counts.generated_tokens += 1
+        if sequence.request.top_logprobs:
+            sequence.top_logprobs.append(top_logprobs(drawn.distribution_BV[line], sequence.request.top_logprobs))
+        return sequence.push(token, logprob, version)
+
+    def _release(self, done: Iterable[Sequence]) -> None:
+        """Take sequences out of the batch, keep their prefixes, and move the last rows into the gaps."""
+        for sequence in sorted(done, key=lambda s: -s.row):
+            self._keep(sequence)
+            gap, last = sequence.row, len(self._running) - 1
+            sequence.row = -1
+            moved = self._running.pop()
+            if gap == last:
+                continue
+            self._engine.cache.move(last, gap, len(moved.ids))
+            self._sampling.move(last, gap)
+            self._tokens[gap], self._positions[gap] = self._tokens[last], self._positions[last]
+            self._running[gap] = moved
+            moved.row = gap
+            if moved.entry is not None:
+                moved.entry.row = gap
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Hand a leaving sequence's keys and values to the prefix cache. The last token's were never computed."""
+        entry, sequence.entry = sequence.entry, None
+        if entry is None or not self._cache.max_tokens:
+            return
+        entry.ids = sequence.ids[: max(sequence.prompt_length, len(sequence.ids) - 1)]
+        self._cache.add(entry, block_keys(entry.ids, entry.keys))
+        self._cache.store(entry, self._engine.cache.export(sequence.row, len(entry.ids)))
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Run all running sequences again under the new weights, except their last tokens, which are yet to be fed."""
+        spans = [Span(sequence.row, 0, 0, sequence.ids[:-1]) for sequence in self._running]
+        if spans:
+            self._engine.prefill(spans, needs="none")
+            self._counts.recomputed_tokens += sum(len(span.ids) for span in spans)
+        for sequence in self._running:
+            self._make_findable(sequence)
+
+    def _to_device(self, column: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> torch.Tensor:
+        return torch.from_numpy(column).to(self._model.embed.weight.device)
+
+
+class _Counts:
+    """Counters since the start, and a recent rate."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.steps = 0
+        self.finished = 0
+        self.cancelled = 0
+        self.rejected = 0
+        self.generated_tokens = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.recomputed_tokens = 0
+        self.busy_s = 0.0
+        self._marks: deque[tuple[float, int]] = deque([(0.0, 0)])
+
+    def end_step(self, started_s: float) -> None:
+        """Book one step, and remember enough of the past for the rate."""
+        self.steps += 1
+        self.busy_s += self.clock() - started_s
+        self._marks.append((self.busy_s, self.generated_tokens))
+        while len(self._marks) > 2 and self._marks[1][0] < self.busy_s - _RATE_WINDOW_S:
+            self._marks.popleft()
+
+    def tokens_per_s(self) -> float:
+        """Return generated tokens per busy second over the window."""
+        (then_s, before), (now_s, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (now_s - then_s) if now_s > then_s else 0.0
+
+
+def _score_prompt(sequence: Sequence, logits_TV: torch.Tensor) -> None:
+    """Record the log-prob of each prompt token given those before it."""
+    logprobs_TV = raw_logprobs(logits_TV[:-1])
+    targets = torch.tensor(sequence.ids[1:], dtype=torch.int64)
+    sequence.prompt_logprobs = [None, *logprobs_TV.gather(1, targets[:, None])[:, 0].tolist()]
+    if count := sequence.request.top_logprobs:
+        sequence.prompt_top_logprobs = [(), *(top_logprobs(line, count) for line in logprobs_TV)]
+
+
+def _check_config(config: BatcherConfig, model: PolicyModel, tokenizer: Tokenizer) -> None:
+    if len(tokenizer) != model.config.vocab_size:
+        sizes = f"expected {model.config.vocab_size} tokens, got {len(tokenizer)}"
+        raise ConfigError(f"tokenizer must fit the model: {sizes}; load both from one model folder")
+    for name in ("max_running", "max_waiting", "max_prefill_tokens"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} must be at least 1: got {getattr(config, name)} (BatcherConfig)")
+    if config.max_cached_tokens < 0:
+        raise ConfigError(f"max_cached_tokens must be at least 0: got {config.max_cached_tokens} (BatcherConfig)")

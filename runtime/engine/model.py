@@ -137,7 +137,7 @@ class PolicyModel(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.value = nn.Linear(config.width, 1, bias=False) if config.value_head else None
+        self.value_head = nn.Linear(config.width, 1, bias=False) if config.value_head else None
         self.register_buffer("rope", rope_table(config), persistent=False)
         self._initialise(torch.Generator().manual_seed(seed))
 
@@ -147,7 +147,7 @@ class PolicyModel(nn.Module):
         for name, weight in self.named_parameters():
             if name == "embed.weight":
                 weight.normal_(generator=generator)
-            elif name.endswith(("out.weight", "down.weight")) or name == "value.weight":
+            elif name.endswith(("out.weight", "down.weight")) or name == "value_head.weight":
                 weight.zero_()
             elif weight.ndim == 2:
                 weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
@@ -188,7 +188,7 @@ class PolicyModel(nn.Module):
         if temperature <= 0:
             raise ConfigError(f"temperature must be positive to score: got {temperature}; greedy has no density")
         hidden_M = self.hidden(packed)
-        values_M = self.value(hidden_M).squeeze(-1) if self.value is not None else None
+        values_M = self.value_head(hidden_M).squeeze(-1) if self.value_head is not None else None
         logits_MV = self.unembed(hidden_M if temperature == 1.0 else hidden_M / temperature)
         if not with_entropy:
             return Scores(-functional.cross_entropy(logits_MV, packed.targets_M, reduction="none"), None, values_M)

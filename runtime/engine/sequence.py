@@ -1,0 +1,146 @@
+"""One sequence on its way through the batcher, and the checks a request passes first."""
+
+import math
+
+from turngate.runtime.engine.cache import Entry, block_keys
+from turngate.runtime.engine.request import FinishReason, Finished, Progress, Rejection, Request, TopLogprobs
+from turngate.runtime.engine.stops import TextWatcher
+from turngate.runtime.engine.tokenizer import Tokenizer
+
+__all__ = ["MAX_TOP_LOGPROBS", "Sequence", "check_request"]
+
+MAX_TOP_LOGPROBS = 20
+"""As OpenAI's API: each one costs a sort and a pair per token."""
+
+
+class Sequence:
+    """Everything known about one sequence. Mutable: it grows a token per step until it finishes."""
+
+    __slots__ = (
+        "cached_tokens",
+        "entry",
+        "finish_reason",
+        "id",
+        "ids",
+        "keys",
+        "logprobs",
+        "prompt_length",
+        "prompt_logprobs",
+        "prompt_top_logprobs",
+        "reported",
+        "request",
+        "room",
+        "row",
+        "seed",
+        "stop_ids",
+        "top_logprobs",
+        "versions",
+        "watcher",
+    )
+
+    def __init__(self, id: int, request: Request, seed: int, tokenizer: Tokenizer, max_context: int) -> None:
+        self.id = id
+        self.request = request
+        self.seed = seed
+        self.ids = list(request.prompt_ids)
+        """Prompt and generated tokens."""
+        self.prompt_length = len(self.ids)
+        self.keys = block_keys(self.ids)
+        self.room = min(request.max_tokens, max_context - self.prompt_length)
+        self.stop_ids = frozenset((tokenizer.end,) if request.stop_ids is None else request.stop_ids)
+        self.watcher = TextWatcher(tokenizer, request.stop) if request.stop or request.stream else None
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.top_logprobs: list[TopLogprobs] = []
+        self.prompt_logprobs: list[float | None] | None = None
+        self.prompt_top_logprobs: list[TopLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens = 0
+        self.reported = 0
+        self.row = -1
+        self.entry: Entry | None = None
+
+    def push(self, token: int, logprob: float, version: int) -> bool:
+        """Add a drawn token; True when it ends the sequence."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        is_stopped = self.watcher is not None and self.watcher.push(token)
+        if is_stopped or token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.logprobs) >= self.room:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def progress(self) -> Progress:
+        """Return what was added since the last call."""
+        assert self.watcher is not None
+        if self.finish_reason is not None:
+            self.watcher.finish()
+        new = slice(self.reported, None)
+        self.reported = len(self.logprobs)
+        return Progress(
+            id=self.id,
+            token_ids=tuple(self.ids[self.prompt_length :][new]),
+            logprobs=tuple(self.logprobs[new]),
+            versions=tuple(self.versions[new]),
+            text=self.watcher.take(),
+            top_logprobs=tuple(self.top_logprobs[new]),
+        )
+
+    def finished(self, tokenizer: Tokenizer, policy_version: int) -> Finished:
+        """Return the whole sequence as a result."""
+        assert self.finish_reason is not None
+        token_ids = self.ids[self.prompt_length :]
+        if self.watcher is not None:
+            self.watcher.finish()
+        return Finished(
+            id=self.id,
+            token_ids=token_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            text=tokenizer.decode(token_ids) if self.watcher is None else self.watcher.text,
+            finish_reason=self.finish_reason,
+            cached_tokens=self.cached_tokens,
+            top_logprobs=self.top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
+            policy_version=policy_version,
+        )
+
+
+def check_request(request: Request, vocab_size: int, max_context: int) -> Rejection | None:
+    """Return why a request cannot be served, or None when it can."""
+    prompt = request.prompt_ids
+    bad_id = next((i for i in prompt if not (isinstance(i, int) and 0 <= i < vocab_size)), None)
+    checks = (
+        ("prompt_ids", len(prompt) > 0, "must not be empty: got no tokens"),
+        ("prompt_ids", bad_id is None, f"must hold ids in [0, {vocab_size}): got {bad_id}"),
+        (
+            "prompt_ids",
+            len(prompt) + (request.max_tokens > 0) <= max_context,
+            f"must leave room in the context of {max_context} tokens: got {len(prompt)}; shorten the history",
+        ),
+        (
+            "max_tokens",
+            request.max_tokens >= (0 if request.echo else 1),
+            f"must be at least 1, or 0 with echo: got {request.max_tokens}",
+        ),
+        (
+            "temperature",
+            math.isfinite(request.temperature) and request.temperature >= 0,
+            f"must be finite and at least 0: got {request.temperature}",
+        ),
+        ("top_p", 0 < request.top_p <= 1, f"must lie in (0, 1]: got {request.top_p}"),
+        ("top_k", request.top_k >= 0, f"must be at least 0, which keeps every token: got {request.top_k}"),
+        ("stop", all(request.stop), "must not hold an empty string: every text contains it"),
+        (
+            "top_logprobs",
+            0 <= request.top_logprobs <= MAX_TOP_LOGPROBS,
+            f"must lie in [0, {MAX_TOP_LOGPROBS}]: got {request.top_logprobs}",
+        ),
+    )
+    for param, is_fine, message in checks:
+        if not is_fine:
+            return Rejection(param, f"{param} {message}")
+    return None
