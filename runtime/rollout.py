@@ -2,14 +2,20 @@
 
 import asyncio
 import inspect
-import math
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import msgspec
 
-from turngate.envs.base import Action, End, Env, EnvFactory, Observation, Snapshot, SnapshotEnv, Step, Task, ToolSpec
+from turngate.envs.base import Action, End, Env, EnvFactory, Snapshot, SnapshotEnv, Step, Task, ToolSpec
+from turngate.runtime.answers import (
+    answer_messages,
+    answer_text,
+    check_observation,
+    check_snapshot,
+    checked_rewards,
+    describe_error,
+)
 from turngate.runtime.clock import Clock, LoopClock
 from turngate.runtime.closing import close_env
 from turngate.runtime.context import Context, History, full
@@ -27,8 +33,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _UNHEARD = Events()
-_FOREIGN_ENDS = frozenset({End.cancelled, End.endpoint_error})
-"""Ends that only the runtime can know."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +165,9 @@ class _Episode:
         except DeadlineExceeded as error:
             if not self._deadline.expired:
                 raise  # somebody else's deadline
-            return _TIMEOUTS[error.what], self._where(f"{error.what} must finish within its limit: see Limits")
+            end, limit = _TIMEOUTS[error.what]
+            seconds = getattr(self._limits, limit)
+            return end, self._where(f"{error.what} must finish within {seconds:g} s: it did not (Limits.{limit})")
         except ContextOverflow as error:
             return End.context_overflow, self._where(str(error))
         except EndpointError as error:
@@ -206,18 +212,18 @@ class _Episode:
         try:
             self._env = env_factory()
         except Exception as error:
-            raise EnvError(f"environment must be made without raising: got {_describe(error)}") from error
+            raise EnvError(f"environment must be made without raising: got {describe_error(error)}") from error
         if self._keep_snapshots and not isinstance(self._env, SnapshotEnv):
             raise ConfigError(
                 f"keep_snapshots needs snapshot() and restore(): {type(self._env).__name__} has not both; "
                 "turn it off or give the environment snapshots"
             )
         observation = await self._in_env("reset", self._env.reset, self._task, self._env_seed)
-        _require(observation, Observation, "reset")
+        check_observation(observation, "reset()")
         self._tools = observation.tools
         head = [Message("system", observation.system)] if observation.system else []
         # The model must be told something: the task's own words stand in for an empty first observation.
-        head += _answer(observation) or [Message("user", self._task.prompt)]
+        head += answer_messages(observation) or [Message("user", self._task.prompt)]
         self._history = History(head)
         return self._history
 
@@ -258,18 +264,18 @@ class _Episode:
         completion = sampled.completion
         asked_s = self._clock.now()
         step = await self._in_env("step", cast(Env, self._env).step, Action(completion.text, completion.tool_calls))
-        rewards = _checked_rewards(step)
+        rewards = checked_rewards(step)
         turn = self._turn(sampled, step, rewards, self._clock.now() - asked_s)
         self._turns.append(turn)
         self._pending = None
-        history.append_turn(_said(completion), _answer(step.observation))
+        history.append_turn(_said(completion), answer_messages(step.observation))
         if (tell := self._events.turn_finished) is not None:
             tell(TurnFinished(self._id, turn))
         return step.end
 
     async def _snapshot(self) -> Snapshot:
         snapshot = await self._in_env("snapshot", cast(SnapshotEnv, self._env).snapshot)
-        _require(snapshot, Snapshot, "snapshot")
+        check_snapshot(snapshot)
         return snapshot
 
     async def _in_env(self, what: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -288,7 +294,7 @@ class _Episode:
         except ToolError:
             raise
         except Exception as error:
-            raise EnvError(f"env.{what} must not raise: got {_describe(error)}") from error
+            raise EnvError(f"env.{what} must not raise: got {describe_error(error)}") from error
 
     def _turn(self, sampled: "_Sampled", step: Step | None, rewards: dict[str, float], env_s: float) -> Turn:
         completion = sampled.completion
@@ -300,7 +306,7 @@ class _Episode:
             text=completion.text,
             tool_calls=completion.tool_calls,
             stop_reason=completion.stop_reason,
-            observation=_shown(step.observation) if step is not None else "",
+            observation=answer_text(step.observation) if step is not None else "",
             rewards=rewards,
             valid=step.valid if step is not None else True,
             version_sent=completion.version_sent,
@@ -364,11 +370,11 @@ class _Sampled:
 
 
 _TIMEOUTS = {
-    "turn": End.timeout,
-    "rollout": End.timeout,
-    "env.reset": End.env_error,
-    "env.step": End.env_error,
-    "env.snapshot": End.env_error,
+    "turn": (End.timeout, "turn_timeout_s"),
+    "rollout": (End.timeout, "rollout_timeout_s"),
+    "env.reset": (End.env_error, "tool_timeout_s"),
+    "env.step": (End.env_error, "tool_timeout_s"),
+    "env.snapshot": (End.env_error, "tool_timeout_s"),
 }
 """What running into each deadline means: a hanging environment is a failure, a slow episode is cut short."""
 
@@ -379,48 +385,3 @@ def _shortened(sampling: Sampling, max_tokens: int) -> Sampling:
 
 def _said(completion: Completion) -> Message:
     return Message("assistant", completion.text, completion.tool_calls)
-
-
-def _answer(observation: Observation) -> list[Message]:
-    messages = [Message("tool", result.text, (), result.call_id) for result in observation.results]
-    if observation.text:
-        messages.append(Message("user", observation.text))
-    return messages
-
-
-def _shown(observation: Observation) -> str:
-    if not observation.results:
-        return observation.text
-    return "\n".join(
-        [*(result.text for result in observation.results), *([observation.text] if observation.text else ())]
-    )
-
-
-def _require(value: object, kind: type, where: str) -> None:
-    if not isinstance(value, kind):
-        raise EnvError(f"env.{where} must return {kind.__name__}: got {type(value).__name__} ({str(value)[:80]!r})")
-
-
-def _checked_rewards(step: Step) -> dict[str, float]:
-    """Require a well-formed step and return its rewards as floats. Raises EnvError naming what is wrong."""
-    _require(step, Step, "step")
-    _require(step.observation, Observation, "step().observation")
-    end: Any = step.end
-    if end is not None and (not isinstance(end, End) or end in _FOREIGN_ENDS):
-        raise EnvError(f"env.step must end with an End the task can know, or None: got {end!r}")
-    rewards: dict[str, float] = {}
-    for name, value in step.rewards.items():
-        try:
-            rewards[name] = number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise EnvError(f"rewards must be finite numbers: got {value!r} ({name!r} in env.step)")
-    return rewards
-
-
-def _describe(error: BaseException) -> str:
-    """Return the exception's type and text and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{at}"
