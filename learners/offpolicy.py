@@ -109,8 +109,8 @@ def interpolated_proximal(
     Source: Li et al. 2025, A-3PO (2512.06547). alpha = (lag - 1) / lag; lag 0 and context keep behaviour.
     """
     check_shapes(logprobs=logprobs, behaviour=behaviour_logprobs, versions=versions)
-    lag = (policy_version - versions).clamp_min(0).masked_fill(versions < 0, 0)
-    alpha = ((lag - 1) / lag.clamp_min(1)).clamp_min(0.0).to(logprobs.dtype)
+    lag = (policy_version - versions).clamp_min(0).masked_fill(versions < 0, 0).to(logprobs.dtype)
+    alpha = ((lag - 1) / lag.clamp_min(1)).clamp_min(0)
     return behaviour_logprobs + alpha * (logprobs.detach() - behaviour_logprobs), alpha
 
 
