@@ -28,6 +28,7 @@ from turngate.runtime.engine.replies import (
     CompletionReply,
     chat_logprobs,
     completion_logprobs,
+    implied_space,
     now_s,
     tool_call_parts,
     usage_of,
@@ -236,11 +237,13 @@ class Completions:
         tokenizer = self._tokenizer
         decoder = StreamDecoder(tokenizer, skip_special=False)
         ids, values, top = one.token_ids, list[float | None](one.logprobs), one.top_logprobs
-        text = one.text
+        text = implied_space(tokenizer, prompt, ids) + one.text if one.text else ""
         if ask.echo:
             text = tokenizer.decode(prompt) + text
             ids, values = [*prompt, *ids], [*(one.prompt_logprobs or ()), *values]
             top = [*one.prompt_top_logprobs, *top]
+        else:
+            decoder.push_bytes(prompt[-1])
         logprobs = None
         if ask.logprobs is not None:
             logprobs = completion_logprobs(decoder, tokenizer, ids, values, top)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from turngate.runtime.engine.batcher import Batcher
 from turngate.runtime.engine.request import Finished, Progress, Rejection, Request
-from turngate.runtime.errors import EndpointError
+from turngate.runtime.errors import EndpointError, TurngateError
 
 __all__ = ["ModelThread", "Outcome", "Sink"]
 
@@ -93,9 +93,10 @@ class ModelThread:
             self._commands.put(("cancel", ticket, None))
 
     async def call(self, function: Callable[[Batcher], T]) -> T:
-        """Run `function` on the batcher between two steps and return its result, or raise what it raised.
+        """Run `function` on the batcher between two steps and return its result.
 
-        Cancelled: the function may still run. Raises: EndpointError: the thread is dead.
+        Cancelled: the function may still run. Raises: EndpointError: the thread is dead, or died of the function.
+        TurngateError: the function refused; the thread lives on.
         """
         self._check_alive()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -178,7 +179,7 @@ class ModelThread:
     def _call(self, function: Callable[[Batcher], Any], future: "asyncio.Future[Any]") -> None:
         try:
             result = function(self._batcher)
-        except Exception as error:  # the boundary: belongs to the caller, who gets it
+        except TurngateError as error:  # a refusal belongs to the caller; anything else is a bug and breaks the engine
             self._post(_set_exception, future, error)
         else:
             self._post(_set_result, future, result)

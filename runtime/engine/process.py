@@ -137,10 +137,9 @@ class EngineProcess:
     async def stop(self) -> None:
         """Stop the child: ask, then kill. Finishes within seconds; cancelled: the child is killed."""
         self._is_stopping = True
-        process, self._process = self._process, self._process
         try:
-            if process is not None and process.returncode is None:
-                await _stop(process)
+            if self._process is not None and self._process.returncode is None:
+                await _stop(self._process)
         finally:
             if self._stderr is not None:
                 self._stderr.close()

@@ -25,6 +25,7 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "error_body",
+    "implied_space",
     "now_s",
     "tool_call_parts",
     "usage_of",
@@ -179,6 +180,15 @@ def completion_logprobs(
         offset += 0 if tokenizer.is_special(token) else len(tokens[-1])
     top = [_top_by_text(tokenizer, entry) for entry in top_logprobs] if top_logprobs else None
     return CompletionLogprobs(tokens, list(logprobs), top, offsets)
+
+
+def implied_space(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Return the space that is read between a prompt and its continuation, so that their texts can be joined."""
+    if not prompt or not token_ids:
+        return ""
+    decoder = StreamDecoder(tokenizer)
+    decoder.push_bytes(prompt[-1])
+    return " " if len(decoder.push_bytes(token_ids[0])) > len(tokenizer.bytes_of(token_ids[0])) else ""
 
 
 def _top_by_text(tokenizer: Tokenizer, top: TopLogprobs) -> dict[str, float] | None:

@@ -21,6 +21,7 @@ from turngate.runtime.engine.replies import (
     chat_logprobs,
     completion_logprobs,
     error_body,
+    implied_space,
     tool_call_parts,
     usage_of,
 )
@@ -163,8 +164,10 @@ class CompletionStream:
         self._n = ask.n or 1
         choices = len(prompts) * self._n
         self._decoders = [StreamDecoder(tokenizer, skip_special=False) for _ in range(choices)]
+        for index, decoder in enumerate(self._decoders):
+            decoder.push_bytes(prompts[index // self._n][-1])
         self._offsets = [0] * choices
-        self._has_prompt = [False] * choices
+        self._is_opened = [False] * choices
         self._has_usage = bool(ask.stream_options and ask.stream_options.include_usage)
 
     def opening(self) -> list[CompletionReply]:
@@ -174,20 +177,22 @@ class CompletionStream:
     def progress(self, index: int, report: Progress) -> CompletionReply:
         """Return the chunk of one step; a choice's first one has the prompt's ids, if asked for."""
         self._version = max(self._version, *report.versions) if report.versions else self._version
-        logprobs = None
+        logprobs, text = None, report.text
+        prompt_ids: list[int] | Omitted = OMIT
+        if not self._is_opened[index]:
+            self._is_opened[index] = True
+            prompt = self._prompts[index // self._n]
+            text = implied_space(self._tokenizer, prompt, report.token_ids) + text if text else ""
+            prompt_ids = prompt if self._ask.return_token_ids else OMIT
         if self._ask.logprobs is not None:
             decoder, offset = self._decoders[index], self._offsets[index]
             logprobs = completion_logprobs(
                 decoder, self._tokenizer, report.token_ids, report.logprobs, report.top_logprobs, offset=offset
             )
-        self._offsets[index] += len(report.text)
-        prompt_ids: list[int] | Omitted = OMIT
-        if self._ask.return_token_ids and not self._has_prompt[index]:
-            self._has_prompt[index] = True
-            prompt_ids = self._prompts[index // self._n]
+        self._offsets[index] += len(text)
         choice = CompletionChoice(
             index=index,
-            text=report.text,
+            text=text,
             logprobs=logprobs,
             token_ids=report.token_ids if self._ask.return_token_ids else OMIT,
             prompt_token_ids=prompt_ids,

@@ -96,13 +96,20 @@ def fake_batcher(tokenizer: Tokenizer) -> FakeBatcher:
 
 @pytest.fixture
 def tiny_model(tokenizer: Tokenizer):
-    """A model of few weights and a sharp, seeded distribution."""
+    """A model of few weights that says something: fresh models only repeat their last token."""
+    import torch
+
     from turngate.runtime.engine.model import ModelConfig, PolicyModel
 
     config = ModelConfig(
         vocab_size=len(tokenizer), width=16, layers=1, heads=2, head_dim=8, mlp_width=32, max_context=64
     )
-    return PolicyModel(config, seed=1)
+    model = PolicyModel(config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.5 * torch.randn(weight.shape, generator=generator))
+    return model
 
 
 @pytest.fixture
