@@ -21,6 +21,8 @@ __all__ = ["Incremental", "Span"]
 
 _MIN_ROWS = 4
 """Matrix products of fewer rows take another BLAS kernel with another order of summation."""
+_LANES = 16
+"""Attention looks at a multiple of this many positions: shorter rows would sum their softmax in another order."""
 _CHUNK = 192
 """Positions summed in one product. BLAS cuts longer sums into equal parts, at places that depend on the longest row."""
 _MAX_SCORES = 4_000_000
@@ -68,9 +70,10 @@ class Incremental:
         self.model = model
         config = model.config
         device = model.embed.weight.device
-        self.cache = KVRows(config.layers, rows, config.max_context, config.head_dim, device)
+        length = -(-config.max_context // _LANES) * _LANES
+        self.cache = KVRows(config.layers, rows, length, config.head_dim, device)
         self._heads, self._head_dim = config.heads, config.head_dim
-        self._steps = torch.arange(config.max_context, device=device)
+        self._steps = torch.arange(length, device=device)
         # Rotations for [q heads | k | v] in one product: values turn by nothing.
         rope = model.rope[:, None].expand(-1, config.heads + 2, -1).clone()
         rope[:, -1] = 1
@@ -90,7 +93,7 @@ class Incremental:
         `positions_B` is each token's own position, the number of tokens already in its row.
         """
         rows = len(tokens_B)
-        length = int(positions_B.max()) + 1
+        length = _reach(positions_B)
         rope_B = self._rope[positions_B]
         bias_B1T = self._bias(positions_B, length)[:, None]
         slots_B = self._steps.new_tensor(range(rows)) * self.cache.length + positions_B
@@ -157,7 +160,7 @@ class Incremental:
     def _last_layer_at_end(self, x_N: Tensor, turned_N: Tensor, layout: _Layout) -> Tensor:
         """Return the last layer's output after each span only: nothing else is read."""
         positions_B = layout.positions_N[layout.last_B]
-        length = int(positions_B.max()) + 1
+        length = _reach(positions_B)
         q = turned_N[layout.last_B, : -2 * self._head_dim].view(-1, self._heads, self._head_dim)
         bias_B1T = self._bias(positions_B, length)[:, None]
         mixed = self._attend(len(self._layers) - 1, q, layout.rows_B, length, bias_B1T)
@@ -170,7 +173,7 @@ class Incremental:
         for rows, count in layout.blocks:
             size = rows * count
             positions_BQ = layout.positions_N[offset : offset + size].view(rows, count)
-            length = int(positions_BQ.max()) + 1
+            length = _reach(positions_BQ)
             bias = self._bias(positions_BQ, length).repeat_interleave(self._heads, dim=1)
             q = q_NHD[offset : offset + size].reshape(rows, count * self._heads, self._head_dim)
             mixed = self._attend(index, q, layout.rows_B[row : row + rows], length, bias)
@@ -212,7 +215,7 @@ class Incremental:
         last: list[int] = []
         blocks = self._blocks(spans)
         lengths = [length for rows, length in blocks for _ in range(rows)]
-        trash, top = self.cache.trash_slot, self.cache.length - 1
+        trash, top = self.cache.trash_slot, self.model.config.max_context - 1
         for span, length in zip(spans, lengths, strict=True):
             count, padding = len(span.ids), length - len(span.ids)
             last.append(len(ids) + count - 1)
@@ -252,6 +255,11 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     if missing <= 0:
         return functional.linear(x, weight)
     return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight)[: len(x)]
+
+
+def _reach(positions: Tensor) -> int:
+    """Return how many cached positions attention must look at."""
+    return -(-(int(positions.max()) + 1) // _LANES) * _LANES
 
 
 def _mix(weights_BQT: Tensor, values_BTD: Tensor) -> Tensor:

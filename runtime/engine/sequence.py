@@ -3,7 +3,7 @@
 import math
 
 from turngate.runtime.engine.cache import Entry, block_keys
-from turngate.runtime.engine.request import FinishReason, Finished, Progress, Rejection, Request, TopLogprobs
+from turngate.runtime.engine.request import Finished, FinishReason, Progress, Rejection, Request, TopLogprobs
 from turngate.runtime.engine.stops import TextWatcher
 from turngate.runtime.engine.tokenizer import Tokenizer
 
