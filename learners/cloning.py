@@ -107,7 +107,13 @@ def clone(
     """
     tokenizer = tokenizer or _default_tokenizer(demonstrations, model)
     model = model or ModelConfig(vocab_size=len(tokenizer))
+    tokenizer = tokenizer or _tokenizer(demonstrations, model)
+    model = model or ModelConfig(vocab_size=len(tokenizer))
     policy = PolicyModel.load(model) if isinstance(model, Path) else PolicyModel(model, seed=seed)
+    if policy.config.vocab_size != len(tokenizer):
+        raise ConfigError(
+            f"vocab_size must be the tokenizer's: expected {len(tokenizer)}, got {policy.config.vocab_size}"
+        )
     optimizer = MuonAdamW(policy, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
     schedule = config.schedule
     if not schedule.total_updates:
@@ -211,6 +217,15 @@ def _backward(model: PolicyModel, rows: Sequence[_Row], all_tokens_weight: float
         torch.autograd.backward(on_assistant + on_all if all_tokens_weight else on_assistant)
         loss += float(on_assistant.detach())
     return loss
+
+
+def _tokenizer(demonstrations: Demonstrations, model: ModelConfig | Path | None) -> Tokenizer:
+    if isinstance(model, Path):
+        return Tokenizer.load(model)
+    if callable(demonstrations):
+        raise ConfigError("tokenizer must be given when demonstrations are a function: there is no text to train it on")
+    messages = (message for chat in demonstrations for message in chat)
+    return Tokenizer.train(m.content if isinstance(m, Message) else m[1] for m in messages)
 
 
 def _dealer(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -59,6 +60,8 @@ class GRPO:
     muon_lr: float = 4e-3
     adamw_lr: float = 8e-4
     schedule: Schedule = field(default=Schedule(warmup_updates=5))
+    updates: int = 0
+    """Length of the run, for the decay of the learning rates; 0 leaves that to `schedule`."""
     max_grad_norm: float = 1.0
     kl_coef: float = 0.0
     kl_in: KLPlace = "reward"
@@ -105,6 +108,8 @@ class GRPO:
                 f"got top_p={self.sampling.top_p}, top_k={self.sampling.top_k}; "
                 "use top_p=1, top_k=0, or allow_truncated_sampling=True and accept the bias"
             )
+        if self.updates and not self.schedule.total_updates:
+            self.schedule = msgspec.structs.replace(self.schedule, total_updates=self.updates)
         _ = self.objective  # checks its own part
 
     @property
