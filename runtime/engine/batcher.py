@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from turngate.runtime.engine.cache import BLOCK, Entry, PrefixCache, block_keys
+from turngate.runtime.engine.counters import Counters
 from turngate.runtime.engine.incremental import Incremental, Span
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.request import BatcherConfig, BatcherStatistics, Finished, Progress, Rejection, Request
 from turngate.runtime.engine.sampler import Drawn, SamplingRows, draw, raw_logprobs, top_logprobs
-from turngate.runtime.engine.sequence import Sequence, check_request
+from turngate.runtime.engine.sequence import LiveSequence, check_request
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.errors import ConfigError
 
@@ -30,14 +31,13 @@ _MAX_WAVES = 4
 _SHARED_BLOCKS = 2
 """New blocks two requests must share for one to wait for the other: less is cheaper to compute twice."""
 _SEED_MASK = (1 << 64) - 1
-_RATE_WINDOW_S = 1.0
 
 
 class Batcher:
     """Decodes many sequences together. Not thread-safe: one thread drives it.
 
-    Mutable state: the waiting queue; the running sequences, which fill rows 0 to R - 1 without gaps; per-row token,
-    position and sampling columns; the key-value rows; the prefix cache; the policy version; counters.
+    Mutable state: the waiting queue; the running sequences, which fill rows 0 to R - 1 without gaps; both by id;
+    per-row token, position and sampling columns; the key-value rows; the prefix cache; the policy version; counters.
     """
 
     def __init__(
@@ -60,15 +60,16 @@ class Batcher:
         self._model = model.eval().requires_grad_(False)
         self._engine = Incremental(model, rows)
         self._policy_version = policy_version
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[LiveSequence] = deque()
+        self._running: list[LiveSequence] = []
+        self._live: dict[int, LiveSequence] = {}
         self._tokens = np.zeros(rows, dtype=np.int64)
         self._positions = np.zeros(rows, dtype=np.int64)
         self._sampling = SamplingRows(rows)
         self._cache = PrefixCache(self.config.max_cached_tokens)
         self._next_id = 0
         self._seeds = np.random.default_rng(self.config.seed)
-        self._counts = _Counts(clock)
+        self._counts = Counters(clock)
 
     def __repr__(self) -> str:
         return f"<Batcher {len(self._running)} running, {len(self._waiting)} waiting, version {self._policy_version}>"
@@ -93,23 +94,25 @@ class Batcher:
             self._counts.rejected += 1
             return rejection
         seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
-        sequence = Sequence(self._next_id, request, seed & _SEED_MASK, self._tokenizer, self._model.config.max_context)
+        sequence = LiveSequence(
+            self._next_id, request, seed & _SEED_MASK, self._tokenizer, self._model.config.max_context
+        )
         self._next_id += 1
         self._waiting.append(sequence)
+        self._live[sequence.id] = sequence
         return sequence.id
 
     def cancel(self, sequence_id: int) -> bool:
         """Drop a sequence and free its slot; False when it is not known (any more). It reports nothing further."""
-        for sequence in (*self._running, *self._waiting):
-            if sequence.id != sequence_id:
-                continue
-            if sequence.row < 0:
-                self._waiting.remove(sequence)
-            else:
-                self._release([sequence])
-            self._counts.cancelled += 1
-            return True
-        return False
+        sequence = self._live.pop(sequence_id, None)
+        if sequence is None:
+            return False
+        if sequence.row < 0:
+            self._waiting.remove(sequence)
+        else:
+            self._release([sequence])
+        self._counts.cancelled += 1
+        return True
 
     @torch.inference_mode()
     def step(self) -> list[Progress | Finished]:
@@ -143,24 +146,7 @@ class Batcher:
 
     def statistics(self) -> BatcherStatistics:
         """Return counts and present load."""
-        counts = self._counts
-        return BatcherStatistics(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            policy_version=self._policy_version,
-            steps=counts.steps,
-            finished=counts.finished,
-            cancelled=counts.cancelled,
-            rejected=counts.rejected,
-            generated_tokens=counts.generated_tokens,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            recomputed_tokens=counts.recomputed_tokens,
-            busy_s=counts.busy_s,
-            tokens_per_s=counts.tokens_per_s(),
-            cache_entries=len(self._cache),
-            cache_tokens=self._cache.tokens,
-        )
+        return self._counts.statistics(len(self._running), len(self._waiting), self._policy_version, self._cache)
 
     def _admit(self, out: list[Progress | Finished]) -> None:
         """Fill free rows from the queue, in waves: a later wave finds in the cache what an earlier one computed."""
@@ -172,11 +158,11 @@ class Batcher:
             budget -= sum(len(span.ids) for span in spans)
             self._prefill(wave, spans, out)
 
-    def _next_wave(self, budget: int) -> tuple[list[Sequence], list[Span]]:
+    def _next_wave(self, budget: int) -> tuple[list[LiveSequence], list[Span]]:
         """Take requests that fit the free rows and the budget and share no new prefix with one another."""
-        wave: list[Sequence] = []
+        wave: list[LiveSequence] = []
         spans: list[Span] = []
-        deferred: list[Sequence] = []
+        deferred: list[LiveSequence] = []
         new_keys: set[int] = set()
         free = self.config.max_running - len(self._running)
         while self._waiting and len(wave) < free and (budget > 0 or not wave):
@@ -193,13 +179,13 @@ class Batcher:
         self._waiting.extendleft(reversed(deferred))
         return wave, spans
 
-    def _is_worth_waiting(self, sequence: Sequence, cached: int, new_keys: set[int]) -> bool:
+    def _is_worth_waiting(self, sequence: LiveSequence, cached: int, new_keys: set[int]) -> bool:
         """True when another request of this wave is about to compute blocks this one needs too."""
         known = cached // BLOCK
         wanted = min(known + _SHARED_BLOCKS, len(sequence.keys))
         return not sequence.request.echo and wanted > known and sequence.keys[wanted - 1] in new_keys
 
-    def _place(self, sequence: Sequence, entry: Entry | None, length: int) -> Span:
+    def _place(self, sequence: LiveSequence, entry: Entry | None, length: int) -> Span:
         """Copy a cached prefix into the sequence's row and return what is left to run."""
         cache = self._engine.cache
         if entry is not None and entry.stored is not None:
@@ -212,7 +198,7 @@ class Batcher:
         start = max(0, length - 1)
         return Span(sequence.row, start, length, sequence.ids[start:])
 
-    def _prefill(self, wave: list[Sequence], spans: list[Span], out: list[Progress | Finished]) -> None:
+    def _prefill(self, wave: list[LiveSequence], spans: list[Span], out: list[Progress | Finished]) -> None:
         """Run the prompts of a wave, score echoed ones, and draw everyone's first token."""
         logits = self._prefill_logits(wave, spans)
         first = len(self._running)
@@ -220,7 +206,7 @@ class Batcher:
             self._join(sequence)
         self._advance(first, len(self._running), logits, out)
 
-    def _prefill_logits(self, wave: list[Sequence], spans: list[Span]) -> torch.Tensor:
+    def _prefill_logits(self, wave: list[LiveSequence], spans: list[Span]) -> torch.Tensor:
         """Return the logits after each prompt, shape (wave, V)."""
         plain = [i for i, sequence in enumerate(wave) if not sequence.request.echo]
         if len(plain) == len(wave):
@@ -234,7 +220,7 @@ class Batcher:
             last.update(zip(plain, self._engine.prefill([spans[i] for i in plain]), strict=True))
         return torch.stack([last[i] for i in range(len(wave))])
 
-    def _join(self, sequence: Sequence) -> None:
+    def _join(self, sequence: LiveSequence) -> None:
         """Make a prefilled sequence the last running row."""
         row, request = sequence.row, sequence.request
         assert row == len(self._running)
@@ -247,7 +233,7 @@ class Batcher:
         self._sampling.index[row] = 0
         self._make_findable(sequence)
 
-    def _make_findable(self, sequence: Sequence) -> None:
+    def _make_findable(self, sequence: LiveSequence) -> None:
         sequence.entry = Entry(sequence.ids[: sequence.prompt_length], sequence.row)
         self._cache.add(sequence.entry, sequence.keys)
 
@@ -257,7 +243,7 @@ class Batcher:
         self._tokens[first:last] = drawn.tokens_B
         self._positions[first:last] += 1
         self._sampling.index[first:last] += 1
-        version, done = self._policy_version, list[Sequence]()
+        version, done = self._policy_version, list[LiveSequence]()
         columns = zip(self._running[first:last], drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True)
         for line, (sequence, token, logprob) in enumerate(columns):
             if self._push(sequence, token, logprob, version, drawn, line):
@@ -266,9 +252,11 @@ class Batcher:
                 out.append(sequence.progress())
         self._release(done)
         out.extend(sequence.finished(self._tokenizer, version) for sequence in done)
+        for sequence in done:
+            del self._live[sequence.id]
         self._counts.finished += len(done)
 
-    def _push(self, sequence: Sequence, token: int, logprob: float, version: int, drawn: Drawn, line: int) -> bool:
+    def _push(self, sequence: LiveSequence, token: int, logprob: float, version: int, drawn: Drawn, line: int) -> bool:
         """Append one drawn token; True when the sequence is done. A request for no tokens is done before the first."""
         if sequence.room == 0:
             sequence.finish_reason = "length"
@@ -278,7 +266,7 @@ class Batcher:
             sequence.top_logprobs.append(top_logprobs(drawn.distribution_BV[line], sequence.request.top_logprobs))
         return sequence.push(token, logprob, version)
 
-    def _release(self, done: Iterable[Sequence]) -> None:
+    def _release(self, done: Iterable[LiveSequence]) -> None:
         """Take sequences out of the batch, keep their prefixes, and move the last rows into the gaps."""
         for sequence in sorted(done, key=lambda s: -s.row):
             self._keep(sequence)
@@ -295,7 +283,7 @@ class Batcher:
             if moved.entry is not None:
                 moved.entry.row = gap
 
-    def _keep(self, sequence: Sequence) -> None:
+    def _keep(self, sequence: LiveSequence) -> None:
         """Hand a leaving sequence's keys and values to the prefix cache. The last token's were never computed."""
         entry, sequence.entry = sequence.entry, None
         if entry is None or not self._cache.max_tokens:
@@ -318,37 +306,7 @@ class Batcher:
         return torch.from_numpy(column).to(self._model.embed.weight.device)
 
 
-class _Counts:
-    """Counters since the start, and a recent rate."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.steps = 0
-        self.finished = 0
-        self.cancelled = 0
-        self.rejected = 0
-        self.generated_tokens = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.recomputed_tokens = 0
-        self.busy_s = 0.0
-        self._marks: deque[tuple[float, int]] = deque([(0.0, 0)])
-
-    def end_step(self, started_s: float) -> None:
-        """Book one step, and remember enough of the past for the rate."""
-        self.steps += 1
-        self.busy_s += self.clock() - started_s
-        self._marks.append((self.busy_s, self.generated_tokens))
-        while len(self._marks) > 2 and self._marks[1][0] < self.busy_s - _RATE_WINDOW_S:
-            self._marks.popleft()
-
-    def tokens_per_s(self) -> float:
-        """Return generated tokens per busy second over the window."""
-        (then_s, before), (now_s, after) = self._marks[0], self._marks[-1]
-        return (after - before) / (now_s - then_s) if now_s > then_s else 0.0
-
-
-def _score_prompt(sequence: Sequence, logits_TV: torch.Tensor) -> None:
+def _score_prompt(sequence: LiveSequence, logits_TV: torch.Tensor) -> None:
     """Record the log-prob of each prompt token given those before it."""
     logprobs_TV = raw_logprobs(logits_TV[:-1])
     targets = torch.tensor(sequence.ids[1:], dtype=torch.int64)

@@ -7,7 +7,7 @@ zeros. Where a BLAS differs, results agree to rounding (about 1e-6).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Incremental:
             x = self._after_attention(x, self._attend(index, q, slice(rows), length, bias_B1T), weights)
         return _linear(norm(x), self._unembed)
 
-    def prefill(self, spans: Sequence[Span], *, needs: str = "last") -> Tensor:
+    def prefill(self, spans: Sequence[Span], *, needs: Literal["last", "all", "none"] = "last") -> Tensor:
         """Run the new tokens of several sequences and return logits.
 
         A sequence with p tokens in its row starts at p - 1, its last cached token: running that one again yields
@@ -123,24 +123,21 @@ class Incremental:
         order = sorted(range(len(spans)), key=lambda i: -len(spans[i].ids))
         layout = self._lay_out([spans[i] for i in order])
         x = self._embed[layout.ids_N]
-        last_layer = len(self._layers) - 1
+        last = len(self._layers) - 1
         for index, weights in enumerate(self._layers):
-            qkv = _linear(norm(x), weights.qkv)
-            turned = self._prefill_keys(index, qkv, layout, weights)
-            if index == last_layer and needs != "all":
+            turned = self._prefill_keys(index, _linear(norm(x), weights.qkv), layout, weights)
+            if index == last and needs != "all":
+                x = x[:0] if needs == "none" else self._last_layer_at_end(x, turned, layout)
                 break
             q = turned[:, : -2 * self._head_dim].view(-1, self._heads, self._head_dim)
-            mixed = self._attend_blocks(index, q, layout)
-            x = self._after_attention(x, mixed, weights)
+            x = self._after_attention(x, self._attend_blocks(index, q, layout), weights)
         if needs == "none":
             return x.new_empty(0, len(self._embed))
-        if needs == "last":
-            x = self._last_layer_at_end(x, turned, layout)
-            keep = torch.empty_like(layout.last_B)
-            keep[self._steps.new_tensor(order)] = self._steps[: len(order)]
+        if needs == "all":
+            keep = _natural_order(spans, order, layout.blocks)
         else:
-            keep = self._steps.new_tensor(_natural_order(spans, order, layout.blocks))
-        return _linear(norm(x[keep]), self._unembed)
+            keep = sorted(range(len(spans)), key=order.__getitem__)
+        return _linear(norm(x[self._steps.new_tensor(keep)]), self._unembed)
 
     def _prefill_keys(self, index: int, qkv_N: Tensor, layout: _Layout, weights: _LayerWeights) -> Tensor:
         """Smear and rotate, write keys and values to the cache, and return the rotated queries, keys and values."""

@@ -122,7 +122,7 @@ class Layer(nn.Module):
             k = apply_rope(self.smeared(k), rope[:length])
             visible = torch.arange(length, device=k.device) <= query.positions[..., None]
             mixed.append(attend(q, k, v, visible[:, None]).reshape(query.source.numel(), -1))
-        x_M = x_M + self.out(torch.cat(mixed)[queries.index_M])
+        x_M = x_M + functional.linear(torch.cat(mixed)[queries.index_M], self.out.weight)
         return x_M + self.mlp(x_M)
 
 

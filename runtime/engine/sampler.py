@@ -63,10 +63,15 @@ def uniforms(seed_B: UInt64s, index_B: Int64s) -> Float64s:
 
 
 def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int) -> Drawn:
-    """Draw one token for each of the rows first..last-1 from their logits, shape (last - first, V)."""
+    """Draw one token for each of the rows first..last-1 from their logits, shape (last - first, V).
+
+    Raises: FloatingPointError: some logits are not finite.
+    """
     temperature_B = rows.temperature[first:last]
     greedy_B = temperature_B == 0
     scores_BV = logits_BV.double().cpu()
+    # The maximum goes first: dividing by a tiny temperature then makes zeros and -inf, never inf - inf.
+    scores_BV = scores_BV - scores_BV.amax(dim=1, keepdim=True)
     if (temperature_B != 1).any():
         scores_BV = scores_BV / torch.from_numpy(np.where(greedy_B, 1.0, temperature_B))[:, None]
     top_k_B, top_p_B = rows.top_k[first:last], rows.top_p[first:last]
@@ -74,9 +79,12 @@ def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int) -> Drawn:
     if cut_B.any():
         lines = np.flatnonzero(cut_B)
         scores_BV[lines] = _truncate(scores_BV[lines], top_k_B[lines], top_p_B[lines])
-    scores_BV = scores_BV - scores_BV.amax(dim=1, keepdim=True)
     mass_BV = scores_BV.exp().cumsum_(dim=1)
     total_B1 = mass_BV[:, -1:].clone()
+    if not total_B1.isfinite().all():
+        raise FloatingPointError(
+            "logits must be finite: got NaN or infinity; the weights overflow, look at the learner"
+        )
     uniform_B = uniforms(rows.seed[first:last], rows.index[first:last])
     # The first token whose cumulated mass reaches the target: the target is positive, so its own mass is too.
     tokens_B1 = torch.searchsorted(mass_BV, torch.from_numpy(uniform_B)[:, None] * total_B1)

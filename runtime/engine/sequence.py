@@ -1,19 +1,20 @@
 """One sequence on its way through the batcher, and the checks a request passes first."""
 
 import math
+from collections.abc import Sequence
 
 from turngate.runtime.engine.cache import Entry, block_keys
 from turngate.runtime.engine.request import Finished, FinishReason, Progress, Rejection, Request, TopLogprobs
 from turngate.runtime.engine.stops import TextWatcher
 from turngate.runtime.engine.tokenizer import Tokenizer
 
-__all__ = ["MAX_TOP_LOGPROBS", "Sequence", "check_request"]
+__all__ = ["MAX_TOP_LOGPROBS", "LiveSequence", "check_request"]
 
 MAX_TOP_LOGPROBS = 20
 """As OpenAI's API: each one costs a sort and a pair per token."""
 
 
-class Sequence:
+class LiveSequence:
     """Everything known about one sequence. Mutable: it grows a token per step until it finishes."""
 
     __slots__ = (
@@ -112,10 +113,10 @@ class Sequence:
 def check_request(request: Request, vocab_size: int, max_context: int) -> Rejection | None:
     """Return why a request cannot be served, or None when it can."""
     prompt = request.prompt_ids
-    bad_id = next((i for i in prompt if not (isinstance(i, int) and 0 <= i < vocab_size)), None)
+    outside = [] if not prompt or (min(prompt) >= 0 and max(prompt) < vocab_size) else _outside(prompt, vocab_size)
     checks = (
         ("prompt_ids", len(prompt) > 0, "must not be empty: got no tokens"),
-        ("prompt_ids", bad_id is None, f"must hold ids in [0, {vocab_size}): got {bad_id}"),
+        ("prompt_ids", not outside, f"must hold ids in [0, {vocab_size}): got {outside[:1]}"),
         (
             "prompt_ids",
             len(prompt) + (request.max_tokens > 0) <= max_context,
@@ -144,3 +145,7 @@ def check_request(request: Request, vocab_size: int, max_context: int) -> Reject
         if not is_fine:
             return Rejection(param, f"{param} {message}")
     return None
+
+
+def _outside(ids: Sequence[int], vocab_size: int) -> list[int]:
+    return [token for token in ids if not 0 <= token < vocab_size]
