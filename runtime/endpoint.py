@@ -96,6 +96,7 @@ class EndpointStatistics(msgspec.Struct, frozen=True):
     """Requests given up after connection errors or server errors."""
     prompt_tokens: int
     completion_tokens: int
+    """As the server counts them in its usage."""
     latency_mean_s: float
 
 
@@ -216,8 +217,7 @@ class Endpoint:
             completion = chat_completion(reply, sent, self.policy_version)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/chat/completions") from error
-        self._prompt_tokens += len(completion.prompt_token_ids)
-        self._completion_tokens += len(completion.token_ids)
+        self._count_tokens(reply)
         return completion
 
     async def generate(
@@ -235,8 +235,7 @@ class Endpoint:
             completion = text_completion(reply, prompt_token_ids, sent, self.policy_version)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/completions") from error
-        self._prompt_tokens += len(prompt_token_ids)
-        self._completion_tokens += len(completion.token_ids)
+        self._count_tokens(reply)
         return completion
 
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 600.0) -> list[float]:
@@ -282,6 +281,11 @@ class Endpoint:
             return cast(TextReply, decode_reply(body, text=True))
         except MalformedReply as error:
             raise self._malformed_reply(error, "/completions") from error
+
+    def _count_tokens(self, reply: ChatReply | TextReply) -> None:
+        if reply.usage is not None:
+            self._prompt_tokens += reply.usage.prompt_tokens
+            self._completion_tokens += reply.usage.completion_tokens
 
     def _top_k(self, sampling: Sampling) -> int | None:
         if self._extensions:

@@ -6,8 +6,10 @@ ids really used. So every generated token has `policy_mask` 1 exactly once, behi
 """
 
 from array import array
+from collections.abc import Sequence
 from struct import pack
 
+from turngate.runtime.json_ids import JsonIds, ids_text, parse_ids
 from turngate.runtime.types import NO_TURN, NO_VERSION, Completion, Segment
 
 __all__ = ["Recorder"]
@@ -17,18 +19,35 @@ _NO_TURN = array("i", [NO_TURN]).tobytes()
 
 
 class _Open:
-    """A segment under construction; the same five arrays, growable."""
+    """A segment under construction; the same five arrays, growable, and the ids as JSON where prompts come so."""
 
-    __slots__ = ("logprobs", "policy_mask", "token_ids", "turn_ids", "versions")
+    __slots__ = ("logprobs", "policy_mask", "text", "token_ids", "turn_ids", "versions")
 
     def __init__(self) -> None:
+        self.text = bytearray()
+        """Ids separated by commas; empty when a prompt came as integers."""
         self.token_ids = bytearray()
         self.policy_mask = bytearray()
         self.logprobs = bytearray()
         self.versions = bytearray()
         self.turn_ids = bytearray()
 
+    def extension(self, prompt: Sequence[int]) -> bytes | None:
+        """Return the int32 ids by which `prompt` extends this segment; None when it does not start with it."""
+        if self.text and type(prompt) is JsonIds and (rest := prompt.text_after(self.text)) is not None:
+            new = parse_ids(rest).tobytes()
+            if new:
+                self.text += b","
+                self.text += rest[1:-1]
+            return new
+        ids = _int32(prompt)
+        if not ids.startswith(self.token_ids):
+            return None
+        self.text.clear()
+        return ids[len(self.token_ids) :]
+
     def add_context(self, ids: bytes) -> None:
+        """Append ids that this segment's policy did not sample."""
         count = len(ids) // 4
         self.token_ids += ids
         self.policy_mask += bytes(count)
@@ -37,14 +56,20 @@ class _Open:
         self.turn_ids += _NO_TURN * count
 
     def add_completion(self, completion: Completion, turn: int) -> None:
-        count = len(completion.token_ids)
-        self.token_ids += array("i", completion.token_ids)
+        """Append what was sampled."""
+        ids = completion.token_ids
+        count = len(ids)
+        if self.text and count:
+            self.text += b","
+            self.text += ids_text(ids)
+        self.token_ids += array("i", ids)
         self.policy_mask += b"\x01" * count
         self.logprobs += array("f", completion.logprobs)
         self.versions += array("i", completion.versions)
         self.turn_ids += pack("i", turn) * count
 
     def close(self) -> Segment:
+        """Return the segment as it stands."""
         return Segment(
             bytes(self.token_ids),
             bytes(self.policy_mask),
@@ -80,15 +105,17 @@ class Recorder:
         if missing := _missing(completion):
             self.untrainable_because = self.untrainable_because or f"{missing} (turn {turn})"
             return len(self._closed), len(self._open.policy_mask) if self._open is not None else 0, 0
-        prompt = array("i", completion.prompt_token_ids).tobytes()
+        prompt = completion.prompt_token_ids
         segment = self._open
-        if segment is None or not prompt.startswith(segment.token_ids):
+        new = segment.extension(prompt) if segment is not None else None
+        if segment is None or new is None:
             if segment is not None:
                 self._closed.append(segment.close())
             segment = self._open = _Open()
-            segment.add_context(prompt)
-        else:
-            segment.add_context(prompt[len(segment.token_ids) :])
+            new = _int32(prompt)
+            if type(prompt) is JsonIds:
+                segment.text += prompt.text[1:-1]
+        segment.add_context(new)
         start = len(segment.policy_mask)
         segment.add_completion(completion, turn)
         length = len(completion.token_ids)
@@ -105,6 +132,10 @@ class Recorder:
         What the environment answered last is not in it: no server has tokenised that yet.
         """
         return bytes(self._open.token_ids) if self._open is not None else b""
+
+
+def _int32(ids: Sequence[int]) -> bytes:
+    return (ids.ids() if type(ids) is JsonIds else array("i", ids)).tobytes()
 
 
 def _missing(completion: Completion) -> str:

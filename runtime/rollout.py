@@ -16,7 +16,7 @@ from turngate.runtime.answers import (
     checked_rewards,
     describe_error,
 )
-from turngate.runtime.clock import Clock, LoopClock
+from turngate.runtime.clock import Clock
 from turngate.runtime.closing import close_env
 from turngate.runtime.context import Context, History, full
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
@@ -100,7 +100,8 @@ async def run_rollout(
         member=member,
         trajectory_id=trajectory_id or f"{task.id}.{seed}",
         events=events or _UNHEARD,
-        clock=clock or LoopClock(),
+        # The loop's own clock by default, so that timings agree with deadlines, in virtual time too.
+        now=clock.now if clock is not None else asyncio.get_running_loop().time,
         keep_snapshots=keep_snapshots,
     )
     try:
@@ -141,19 +142,19 @@ class _Episode:
         member: int,
         trajectory_id: str,
         events: Events,
-        clock: Clock,
+        now: Callable[[], float],
         keep_snapshots: bool,
     ) -> None:
         self._task, self._endpoint, self._limits, self._sampling = task, endpoint, limits, sampling
         self._context, self._seed, self._env_seed = context, seed, env_seed
         self._group_id, self._member, self._id = group_id, member, trajectory_id
-        self._events, self._clock, self._keep_snapshots = events, clock, keep_snapshots
+        self._events, self._now, self._keep_snapshots = events, now, keep_snapshots
         self._env = self._history = self._pending = None
         self._turns = []
         self._tools: tuple[ToolSpec, ...] = ()
         self._recorder = Recorder()
         self._deadline = Deadline()
-        self._started_s = clock.now()
+        self._started_s = now()
 
     async def play(self, env_factory: EnvFactory) -> tuple[End, str]:
         """Run until something ends the episode; return the end and, for failures and timeouts, what happened."""
@@ -241,7 +242,7 @@ class _Episode:
         shown = self._context(history)
         if type(shown) is not list and inspect.isawaitable(shown):
             shown = await shown
-        asked_s = self._clock.now()
+        asked_s = self._now()
         completion = await self._endpoint.complete(
             cast(Sequence[Message], shown),
             sampling,
@@ -249,7 +250,7 @@ class _Episode:
             tools=self._tools,
             timeout_s=self._limits.request_timeout_s,
         )
-        return _Sampled(completion, self._clock.now() - asked_s)
+        return _Sampled(completion, self._now() - asked_s)
 
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self._limits.max_context_tokens
@@ -262,10 +263,10 @@ class _Episode:
 
     async def _step(self, history: History, sampled: "_Sampled") -> End | None:
         completion = sampled.completion
-        asked_s = self._clock.now()
+        asked_s = self._now()
         step = await self._in_env("step", cast(Env, self._env).step, Action(completion.text, completion.tool_calls))
         rewards = checked_rewards(step)
-        turn = self._turn(sampled, step, rewards, self._clock.now() - asked_s)
+        turn = self._turn(sampled, step, rewards, self._now() - asked_s)
         self._turns.append(turn)
         self._pending = None
         history.append_turn(_said(completion), answer_messages(step.observation))
@@ -347,7 +348,7 @@ class _Episode:
             trainable=not recorder.untrainable_because,
             untrainable_because=recorder.untrainable_because,
             started_s=self._started_s,
-            ended_s=self._clock.now(),
+            ended_s=self._now(),
         )
         if (tell := self._events.rollout_finished) is not None:
             tell(RolloutFinished(trajectory))

@@ -142,10 +142,7 @@ class _Sessions:
 async def _post(session: aiohttp.ClientSession, url: URL, body: bytes) -> Reply:
     # Redirects are not followed: a POST would come back as a GET.
     response = await session.post(url, data=body, allow_redirects=False)
-    try:
-        return Reply(response.status, response.headers, await response.read())
-    finally:
-        response.release()
+    return Reply(response.status, response.headers, await response.read())  # read() releases, or closes when it fails
 
 
 def raise_file_limit() -> None:

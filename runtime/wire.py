@@ -6,11 +6,13 @@ Beyond the OpenAI API, as vLLM and the embedded engine have them: `return_token_
 
 import math
 from collections.abc import Sequence
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 
 from turngate.envs.base import ToolCall, ToolSpec
 from turngate.runtime.errors import MalformedReply
+from turngate.runtime.json_ids import JsonIds, TokenId
 from turngate.runtime.types import Completion, Message
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "TextReply",
     "TextRequest",
     "chat_completion",
+    "check_logprobs",
     "decode_reply",
     "error_message",
     "text_completion",
@@ -28,8 +31,8 @@ __all__ = [
 
 _LOGPROB_SLACK = 1e-6
 """How far above 0 rounding may push the log-probability of a certain token."""
-_MAX_ID = 2**31 - 1
-"""Ids are stored as int32."""
+Logprob = Annotated[float, msgspec.Meta(le=_LOGPROB_SLACK)]
+"""Checked while decoding. JSON has no NaN or infinity, and numbers out of range are refused."""
 
 
 class WireFunction(msgspec.Struct):
@@ -97,7 +100,7 @@ class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, gc=False):
     """One sampled token; its text and alternatives are skipped."""
 
-    logprob: float | None
+    logprob: Logprob
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -119,15 +122,24 @@ class ChatChoice(msgspec.Struct):
     message: ReplyMessage
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
-    token_ids: list[int] | None = None
-    policy_versions: list[int] | None = None
+    token_ids: list[TokenId] | None = None
+    policy_versions: list[TokenId] | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class ChatReply(msgspec.Struct):
     """Reply of /chat/completions."""
 
     choices: list[ChatChoice]
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    """Not decoded: it repeats what the turns before have shown, see `json_ids`."""
+    usage: Usage | None = None
 
 
 class TextLogprobs(msgspec.Struct):
@@ -137,21 +149,20 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """One sampled completion; vLLM puts the prompt's ids here, other servers at the top."""
+    """One sampled completion."""
 
     text: str = ""
     finish_reason: str | None = None
     logprobs: TextLogprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    policy_versions: list[int] | None = None
+    token_ids: list[TokenId] | None = None
+    policy_versions: list[TokenId] | None = None
 
 
 class TextReply(msgspec.Struct):
     """Reply of /completions."""
 
     choices: list[TextChoice]
-    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -200,19 +211,17 @@ def chat_completion(reply: ChatReply, version_sent: int, version_received: int) 
 
     Raises: MalformedReply: what is there contradicts itself. Missing ids or log-probs are not an error.
     """
-    if not reply.choices:
-        raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
-    choice = reply.choices[0]
-    _require_finished(choice.finish_reason)
+    choice = _only_choice(reply.choices)
     message = choice.message
+    prompt = bytes(reply.prompt_token_ids)
     logprobs: list[float] = []
     if choice.logprobs is not None and choice.logprobs.content is not None:
-        logprobs = [token.logprob for token in choice.logprobs.content]  # type: ignore[misc]  # None: checked below
+        logprobs = [token.logprob for token in choice.logprobs.content]
     calls = message.tool_calls
     return Completion(
         message.content or "",
-        *_checked_tokens(choice.token_ids, logprobs, choice.policy_versions, version_sent),
-        _checked_ids(reply.prompt_token_ids, "prompt_token_ids"),
+        *_aligned(choice, logprobs, version_sent),
+        JsonIds(prompt) if prompt and prompt != b"null" else (),
         choice.finish_reason or "stop",
         tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls) if calls else (),
         version_sent,
@@ -222,15 +231,15 @@ def chat_completion(reply: ChatReply, version_sent: int, version_received: int) 
 
 def text_completion(reply: TextReply, prompt: Sequence[int], version_sent: int, version_received: int) -> Completion:
     """Check a reply of /completions to a prompt of ids. Raises MalformedReply as `chat_completion` does."""
-    if not reply.choices:
-        raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
-    choice = reply.choices[0]
-    _require_finished(choice.finish_reason)
-    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    choice = _only_choice(reply.choices)
+    logprobs: Sequence[float | None] = []
+    if choice.logprobs is not None and choice.logprobs.token_logprobs:
+        logprobs = choice.logprobs.token_logprobs
+        check_logprobs(logprobs, "choices[0].logprobs.token_logprobs")
     return Completion(
         choice.text,
-        *_checked_tokens(choice.token_ids, logprobs or [], choice.policy_versions, version_sent),  # type: ignore[arg-type]
-        _checked_ids(reply.prompt_token_ids or choice.prompt_token_ids, "prompt_token_ids") or prompt,
+        *_aligned(choice, cast(Sequence[float], logprobs), version_sent),
+        prompt,
         choice.finish_reason or "stop",
         (),
         version_sent,
@@ -238,55 +247,44 @@ def text_completion(reply: TextReply, prompt: Sequence[int], version_sent: int, 
     )
 
 
-def _require_finished(finish_reason: str | None) -> None:
-    """An aborted generation is no sample of the policy: its end was not the model's, nor a length we asked for."""
-    if finish_reason in ("abort", "error"):
-        raise MalformedReply(f"generation must finish: got finish_reason {finish_reason!r} (choices[0].finish_reason)")
+C = TypeVar("C", ChatChoice, TextChoice)
 
 
-def _checked_tokens(
-    ids: list[int] | None, logprobs: list[float], versions: list[int] | None, version_sent: int
+def _only_choice(choices: list[C]) -> C:
+    if not choices:
+        raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
+    choice = choices[0]
+    if choice.finish_reason in ("abort", "error"):
+        # No sample of the policy: its end was not the model's, nor a length that we asked for.
+        raise MalformedReply(f"generation must finish: got {choice.finish_reason!r} (choices[0].finish_reason)")
+    return choice
+
+
+def _aligned(
+    choice: ChatChoice | TextChoice, logprobs: Sequence[float], version_sent: int
 ) -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
     """Return (ids, log-probs, versions) of the sampled tokens, aligned; empty where the server gave none."""
-    checked = _checked_ids(ids, "choices[0].token_ids")
-    if logprobs:
-        check_logprobs(logprobs, "choices[0].logprobs")
-    if not checked:
+    ids, versions = choice.token_ids, choice.policy_versions
+    if not ids:
         return (), (), ()
-    count = len(checked)
+    count = len(ids)
     if logprobs and len(logprobs) != count:
         raise MalformedReply(
             f"logprobs must align with token_ids: expected {count}, got {len(logprobs)} (choices[0].logprobs)"
         )
     if not versions:
         # The server does not say: the version known at send is the oldest that can have produced a token.
-        return checked, logprobs, [version_sent] * count
+        return ids, logprobs, [version_sent] * count
     if len(versions) != count:
         raise MalformedReply(
             f"policy_versions must align with token_ids: expected {count}, got {len(versions)} "
             "(choices[0].policy_versions)"
         )
-    if min(versions) < 0 or max(versions) > _MAX_ID:
-        raise MalformedReply(f"policy_versions must be 0 or more: got {min(versions)} (choices[0].policy_versions)")
-    return checked, logprobs, versions
-
-
-def _checked_ids(ids: list[int] | None, where: str) -> Sequence[int]:
-    if not ids:
-        return ()
-    if min(ids) < 0 or max(ids) > _MAX_ID:
-        at, bad = next((i, x) for i, x in enumerate(ids) if not 0 <= x <= _MAX_ID)
-        raise MalformedReply(f"token ids must be between 0 and {_MAX_ID}: got {bad} ({where}[{at}])")
-    return ids
+    return ids, logprobs, versions
 
 
 def check_logprobs(logprobs: Sequence[float | None], where: str) -> None:
     """Require finite log-probs of at most 0. Raises MalformedReply naming the first that is not."""
-    try:
-        if math.isfinite(sum(logprobs)) and max(logprobs) <= _LOGPROB_SLACK:  # type: ignore[arg-type,type-var,operator]
-            return
-    except TypeError:
-        pass  # a null among them
     for at, logprob in enumerate(logprobs):
         if logprob is None or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK:
             raise MalformedReply(f"log-probs must be finite and at most 0: got {logprob} ({where}[{at}])")

@@ -231,10 +231,10 @@ def _set_logprob(value):
     [
         (_shorten, r"logprobs must align with token_ids: expected 3, got 2 \(choices\[0\]\.logprobs\)"),
         (lambda r: r["choices"][0]["policy_versions"].pop(), "policy_versions must align with token_ids: expected 3"),
-        (_set_logprob(None), r"log-probs must be finite and at most 0: got None \(choices\[0\]\.logprobs\[1\]\)"),
-        (_set_logprob(0.5), r"got 0.5 \(choices\[0\]\.logprobs\[1\]\)"),
-        (lambda r: r["choices"][0]["token_ids"].__setitem__(2, -1), r"got -1 \(choices\[0\]\.token_ids\[2\]\)"),
-        (lambda r: r["prompt_token_ids"].__setitem__(0, 2**40), r"prompt_token_ids\[0\]"),
+        (_set_logprob(None), r"Expected `float`, got `null` - at `\$\.choices\[0\]\.logprobs\.content\[1\]\.logprob`"),
+        (_set_logprob(0.5), r"Expected `float` <= 1e-06 - at `\$\.choices\[0\]\.logprobs\.content\[1\]\.logprob`"),
+        (lambda r: r["choices"][0]["token_ids"].__setitem__(2, -1), r"`int` >= 0 - at `\$\.choices\[0\]\.token_ids"),
+        (lambda r: r.update(prompt_token_ids="abc"), "prompt_token_ids must be an array: got b'\"abc\"'"),
         (lambda r: r["choices"].clear(), "choices must hold one completion"),
         (lambda r: r["choices"][0].pop("message"), r"missing required field `message` - at `\$\.choices"),
         (lambda r: r["choices"][0].update(token_ids=["a"]), r"Expected `int`, got `str` - at `\$\.choices"),
@@ -248,14 +248,24 @@ async def test_a_reply_that_contradicts_itself_is_malformed_and_names_the_place(
     assert f"POST {server.url}/chat/completions" in str(caught.value)
 
 
-async def test_nan_logprobs_are_malformed():
+@pytest.mark.parametrize("logprob", ["NaN", "-Infinity", "-1e999"])
+async def test_logprobs_that_are_no_finite_number_are_malformed(logprob):
     body = (
-        b'{"choices": [{"message": {"content": "a"}, "token_ids": [1], "logprobs": {"content": [{"logprob": NaN}]}}],'
-        b' "prompt_token_ids": [1]}'
+        '{"choices": [{"message": {"content": "a"}, "token_ids": [1], "logprobs": {"content": [{"logprob": %s}]}}],'
+        ' "prompt_token_ids": [1]}'
     )
-    async with HostileServer(raw(body)) as server, endpoint_at(server) as endpoint:
+    async with HostileServer(raw((body % logprob).encode())) as server, endpoint_at(server) as endpoint:
         with pytest.raises(MalformedReply, match="reply must be a completion object"):
             await endpoint.complete(ASK, SAMPLING)
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31, 1.5, None])
+async def test_prompt_ids_are_checked_when_they_are_looked_at(bad):
+    edit = lambda reply: reply["prompt_token_ids"].__setitem__(0, bad)
+    async with HostileServer(answer("ok", edit)) as server, endpoint_at(server) as endpoint:
+        completion = await endpoint.complete(ASK, SAMPLING)
+        with pytest.raises(MalformedReply, match=r"token ids must be integers from 0 to 2\*\*31 - 1: .* at `\$\[0\]`"):
+            list(completion.prompt_token_ids)
 
 
 def test_non_finite_logprobs_are_found_wherever_they_come_from():
