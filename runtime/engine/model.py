@@ -135,9 +135,11 @@ class PolicyModel(nn.Module):
         """Make a freshly initialised model; equal seeds make equal weights and leave torch's own RNG alone."""
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.value_head = nn.Linear(config.width, 1, bias=False) if config.value_head else None
+        # torch's layers draw weights of their own first, from the global generator.
+        with torch.random.fork_rng(devices=[]):
+            self.embed = nn.Embedding(config.vocab_size, config.width)
+            self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+            self.value_head = nn.Linear(config.width, 1, bias=False) if config.value_head else None
         self.register_buffer("rope", rope_table(config), persistent=False)
         self._initialise(torch.Generator().manual_seed(seed))
 

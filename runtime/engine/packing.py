@@ -94,7 +94,7 @@ def pack(ids: Sequence[Ints], masks: Sequence[Ints | None] | None = None, *, pad
     for row, start in zip(ids, starts.tolist(), strict=True):
         flat[start : start + len(row)] = np.asarray(row)
     asked = np.concatenate([tokens + (start - 1) for tokens, start in zip(scored, starts.tolist(), strict=True)])
-    queries = _queries(scored, order, blocks) if len(asked) < _QUERY_SHARE * len(flat) else None
+    queries = _queries(scored, order, blocks) if 0 < len(asked) < _QUERY_SHARE * len(flat) else None
     ids_N, asked_M, targets_M = torch.from_numpy(flat), torch.from_numpy(asked), torch.from_numpy(flat[asked + 1])
     return Packed(ids_N, blocks, asked_M, targets_M, queries)
 

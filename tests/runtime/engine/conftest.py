@@ -132,3 +132,22 @@ def start_server(tiny_model, tokenizer, monkeypatch) -> Callable[..., Any]:
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
+
+
+@pytest.fixture
+def make_policy() -> Callable[..., Any]:
+    """Return a function that makes a two-layer model whose every weight matters: fresh models have silent writers."""
+    import torch
+
+    from turngate.runtime.engine.model import ModelConfig, PolicyModel
+
+    def make(vocab_size: int = 300, *, seed: int = 0, **sizes: Any) -> PolicyModel:
+        settings = {"width": 32, "heads": 4, "head_dim": 16, "mlp_width": 64, "max_context": 256, **sizes}
+        model = PolicyModel(ModelConfig(vocab_size=vocab_size, **settings), seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
+        return model
+
+    return make
