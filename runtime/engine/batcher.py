@@ -165,7 +165,7 @@ class Batcher:
         deferred: list[LiveSequence] = []
         new_keys: set[int] = set()
         free = self.config.max_running - len(self._running)
-        while self._waiting and len(wave) < free and (budget > 0 or not wave):
+        while self._waiting and len(wave) < free and budget > 0:
             sequence = self._waiting.popleft()
             entry, length = (None, 0) if sequence.request.echo else self._cache.find(sequence.ids, sequence.keys)
             if self._cache.max_tokens and self._is_worth_waiting(sequence, length, new_keys):
