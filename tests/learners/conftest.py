@@ -1,7 +1,7 @@
 """A tiny model and hand-made trajectories sampled from it, token by token, without an engine."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,21 @@ def sample_batch(
     return make_batch(groups, policy_version=policy_version)
 
 
+class Lab:
+    """The functions of this module, for tests to use: test modules cannot import each other."""
+
+    make_model = staticmethod(make_model)
+    sample_trajectory = staticmethod(sample_trajectory)
+    make_batch = staticmethod(make_batch)
+    sample_batch = staticmethod(sample_batch)
+
+
+@pytest.fixture
+def lab() -> Lab:
+    """Makes tiny models and samples from them."""
+    return Lab()
+
+
 @pytest.fixture
 def model() -> PolicyModel:
     """A tiny model."""
@@ -103,12 +118,6 @@ def folder(tmp_path: Path, model: PolicyModel) -> Path:
     """The folder of that model."""
     model.save(tmp_path / "start")
     return tmp_path / "start"
-
-
-@pytest.fixture
-def sample() -> Callable[..., Batch]:
-    """`sample_batch`."""
-    return sample_batch
 
 
 def _some(generator: torch.Generator, count: int) -> list[int]:

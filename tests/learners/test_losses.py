@@ -125,11 +125,11 @@ def test_p2_masked_values_change_neither_loss_nor_gradient(
     mask = torch.tensor([[True, False, True, True]])
 
     def result(value: float) -> tuple[Tensor, Tensor]:
-        rows = [tokens(*row) for row in (logprobs, old, advantages)]
-        for row in rows:
+        logp, before, adv = (tokens(*row) for row in (logprobs, old, advantages))
+        for row in (logp, before, adv):
             row[0, 1] = value
-        logp = rows[0].requires_grad_()
-        loss = aggregate(ppo_loss(*rows, mask, clip=CLIP).loss, token_weights(mask, "token_mean"))
+        logp.requires_grad_()
+        loss = aggregate(ppo_loss(logp, before, adv, mask, clip=CLIP).loss, token_weights(mask, "token_mean"))
         return loss, torch.autograd.grad(loss, logp)[0]
 
     (loss, grad), (other_loss, other_grad) = result(0.0), result(junk)
@@ -139,9 +139,10 @@ def test_p2_masked_values_change_neither_loss_nor_gradient(
 
 @given(logprob_lists, logprob_lists, st.lists(st.floats(-3, 3), min_size=4, max_size=4))
 def test_p16_float32_agrees_with_float64(logprobs: list[float], old: list[float], advantages: list[float]) -> None:
-    rows = [tokens(*row) for row in (logprobs, old, advantages)]
-    exact = ppo_loss(*rows, everything(rows[0]), clip=Clip(1.0, 1e3)).loss
-    single = ppo_loss(*(row.float() for row in rows), everything(rows[0]), clip=Clip(1.0, 1e3)).loss
+    logp, before, adv = (tokens(*row) for row in (logprobs, old, advantages))
+    mask, clip = everything(logp), Clip(1.0, 1e3)
+    exact = ppo_loss(logp, before, adv, mask, clip=clip).loss
+    single = ppo_loss(logp.float(), before.float(), adv.float(), mask, clip=clip).loss
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), exact, rtol=2e-5, atol=2e-6)
 
