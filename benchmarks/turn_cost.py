@@ -27,7 +27,7 @@ from yarl import URL
 from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.rollout import Limits, run_rollout
-from turngate.runtime.transport import raise_file_limit
+from turngate.runtime.transport import HttpTransport, raise_file_limit
 from turngate.runtime.types import Message, Sampling
 from turngate.runtime.wire import ChatRequest
 
@@ -36,6 +36,8 @@ TURNS = 12
 ANSWER = "item_7  waterproof hiking backpack  price 69  rating 4.5  colors red, blue, grey; " * 3
 ACTION = 'click["item_7"] after thinking about it'
 ANSWER_TOKENS, ACTION_TOKENS = 60, 24
+KEEPALIVE_S = 300.0
+"""So long that neither side loses its connections while the other is measured."""
 SAMPLING = Sampling(max_tokens=64)
 TASK = Task("backpack", "Find a red hiking backpack under $80 with a rating of at least 4 stars.")
 
@@ -176,14 +178,15 @@ async def compare(url: str, agents: int, rounds: int) -> tuple[float, float, flo
     """Return (bare, rollout, ratio): medians over rounds, each of which measures both."""
     bare_url = URL(f"{url}/chat/completions")
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
     )
     limits = Limits(max_turns=TURNS)
     bare_us, rollout_us = [], []
-    async with session, Endpoint(url, model="m") as endpoint:
+    transport = HttpTransport(url, keepalive_s=KEEPALIVE_S)
+    async with session, Endpoint(url, model="m", transport=transport) as endpoint:
 
         async def play_rollout(agent: int) -> None:
             trajectory = await run_rollout(BackpackEnv, TASK, endpoint, limits=limits, sampling=SAMPLING, seed=agent)

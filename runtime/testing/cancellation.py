@@ -31,16 +31,17 @@ def cancel_everywhere(make: Callable[[], Coroutine[Any, Any, Any]], check: Calla
     Each run has its own virtual-time loop. Both moments are tried: while the wait is on, and just after it is over,
     where a careless `finally` or a half-done transfer loses things. Raises AssertionError when a task outlives a run.
     """
-    point = 0
-    while True:
+    point, cancelled = 0, True
+    while cancelled:
         point += 1
-        outcomes = [_run_cancelled(make, point, late) for late in (False, True)]
-        for outcome in outcomes:
+        cancelled = False
+        for late in (False, True):
+            outcome = _run_cancelled(make, point, late)
             if outcome.leaked:
                 raise AssertionError(f"tasks must end with the coroutine: {outcome.leaked} outlive {outcome}")
             check(outcome)
-        if not any(outcome.cancelled for outcome in outcomes):
-            return point - 1
+            cancelled = cancelled or outcome.cancelled
+    return point - 1
 
 
 def _run_cancelled(make: Callable[[], Coroutine[Any, Any, Any]], point: int, late: bool) -> Outcome:

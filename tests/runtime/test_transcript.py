@@ -1,0 +1,59 @@
+"""Trajectories as text and as JSON lines."""
+
+import pytest
+
+from turngate.envs.base import Snapshot, Task, ToolCall
+from turngate.envs.testing import CoinFlipEnv, EchoEnv
+from turngate.runtime.errors import RecordError
+from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.testing import FakeEndpoint, run_virtual
+from turngate.runtime.transcript import read_trajectories, render_transcript, write_trajectories
+
+
+def episode(env=EchoEnv, script=("one", "two", "three"), **options):
+    return run_virtual(run_rollout(env, Task("t1", "Say three things."), FakeEndpoint(script), **options))
+
+
+def test_trajectories_survive_the_file_exactly(tmp_path):
+    trajectories = [
+        episode(),
+        episode(limits=Limits(max_turns=1)),
+        episode(CoinFlipEnv, ["heads", "x", "tails", "heads"], keep_snapshots=True),
+    ]
+    path = tmp_path / "some.jsonl"
+    assert write_trajectories(path, trajectories) == 3
+    assert list(read_trajectories(path)) == trajectories
+    assert isinstance(trajectories[2].turns[0].snapshot, Snapshot)
+    assert trajectories[1].last_context != b""
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "some.jsonl"
+    write_trajectories(path, [episode()])
+    path.write_bytes(path.read_bytes() + b'{"id": 3}\n')
+    with pytest.raises(RecordError, match=r"Expected `str`, got `int` - at `\$\.id` \(.*some\.jsonl:2\)"):
+        list(read_trajectories(path))
+
+
+def test_a_transcript_reads_from_task_to_end():
+    trajectory = episode(CoinFlipEnv, ["heads", "a very\nlong thought", "tails", "heads"], seed=1)
+    text = render_transcript(trajectory)
+    assert text.splitlines()[:3] == [
+        "trajectory t1.1  task t1  seed 1",
+        "    user  Say three things.",
+        "  turn 0  heads",
+    ]
+    assert "  turn 1  a very\n          long thought\n  answer  Say heads or tails.\n          (invalid action)" in text
+    assert text.splitlines()[-1].startswith(f"end {trajectory.end.value}  reward ")
+    assert "4 turns  " in text
+    assert "in 1 segments  policy version 0" in text
+
+
+def test_a_transcript_shows_tool_calls_cuts_and_reasons():
+    import msgspec
+
+    trajectory = episode(limits=Limits(max_policy_tokens=2))
+    turn = msgspec.structs.replace(trajectory.turns[0], tool_calls=(ToolCall("c", "look", '{"at": 1}'),))
+    text = render_transcript(msgspec.structs.replace(trajectory, turns=(turn,), error="why", untrainable_because="x"))
+    assert 'on [cut at 2 tokens]\n          look({"at": 1})' in text
+    assert text.endswith("policy version 0  why")
