@@ -112,7 +112,7 @@ def raw_logprobs(logits_TV: Tensor) -> Tensor:
 def _truncate(scores_BV: Tensor, top_k_B: Int64s, top_p_B: Float64s) -> Tensor:
     """Return scores with -inf outside the top k, and then outside the smallest set of probability top_p.
 
-    Ties at the border are broken by the lower id. At least one token stays.
+    Ties at the border are broken by the lower id. The likeliest token always stays: nothing is before it.
     """
     sorted_BV, order_BV = scores_BV.sort(dim=1, descending=True, stable=True)
     ranks_V = torch.arange(scores_BV.shape[1])
@@ -121,8 +121,7 @@ def _truncate(scores_BV: Tensor, top_k_B: Int64s, top_p_B: Float64s) -> Tensor:
     probs_BV = sorted_BV.softmax(dim=1)
     before_BV = probs_BV.cumsum(dim=1) - probs_BV
     outside_BV = before_BV >= torch.from_numpy(top_p_B)[:, None]
-    # The likeliest token stays even for a top_p of nearly nothing; a top_p of 1 cuts no tail by rounding.
-    outside_BV[:, 0] = False
+    # A top_p of 1 cuts no tail by rounding.
     outside_BV &= torch.from_numpy(top_p_B < 1)[:, None]
     sorted_BV = sorted_BV.masked_fill(outside_BV, -torch.inf)
     return torch.empty_like(scores_BV).scatter_(1, order_BV, sorted_BV)

@@ -59,7 +59,14 @@ def scored(model: PolicyModel, prompt: list[int], generated: list[int], temperat
 
 
 MIXED = [
-    ask(prompt, seed, temperature=(1.0, 0.7, 0.0)[seed % 3], top_p=(1.0, 0.9)[seed % 2], top_k=(0, 0, 0, 5)[seed % 4])
+    ask(
+        prompt,
+        seed,
+        max_tokens=5 + seed % 9,
+        temperature=(1.0, 0.7, 0.0)[seed % 3],
+        top_p=(1.0, 0.9)[seed % 2],
+        top_k=(0, 0, 0, 5)[seed % 4],
+    )
     for seed, prompt in enumerate(PROMPTS)
 ]
 
@@ -125,6 +132,21 @@ def test_members_of_a_group_share_the_prompt_that_the_first_one_computes(make):
     assert [d.cached_tokens for d in done] == [0] + [len(prompt)] * 7
     for seed, member in enumerate(done):
         assert member.token_ids == run(make(), ask(prompt, seed))[0].token_ids
+
+
+def test_a_running_sequence_that_moved_into_a_gap_is_still_found(make):
+    batcher = make()
+    batcher.submit(ask(PROMPTS[5], max_tokens=2))
+    batcher.submit(ask(PROMPTS[3], max_tokens=40))
+    batcher.step()
+    assert batcher.statistics().running == 1
+    # Something else takes the row that the running sequence left.
+    batcher.submit(ask(PROMPTS[6], max_tokens=40))
+    batcher.step()
+    asked = batcher.submit(ask([*PROMPTS[3], 1, 2]))
+    done = collect(batcher)[asked]
+    assert done.cached_tokens == len(PROMPTS[3])
+    assert done.token_ids == run(make(), ask([*PROMPTS[3], 1, 2]))[0].token_ids
 
 
 def test_prompts_with_a_common_beginning_share_it_also_when_they_arrive_together(make):
