@@ -108,7 +108,7 @@ def test_squared_relu_has_the_gradient_of_its_definition():
 def test_a_fresh_model_has_unit_scale_embeddings_and_writes_nothing_yet():
     model = PolicyModel(ModelConfig(vocab_size=400))
     assert model.embed.weight.std().item() == pytest.approx(1, abs=0.02)
-    assert model.layers[0].out.weight.abs().max() == 0
+    assert model.typed_layers[0].out.weight.abs().max() == 0
     # Nearly a quarter of a million weights, as small as the demo needs.
     assert sum(p.numel() for p in model.parameters()) == 400 * 96 + 2 * (
         96 * (128 + 32 + 32) + 128 * 96 + 2 * 96 * 384 + 32

@@ -38,7 +38,7 @@ def new(make_policy) -> PolicyModel:
 
 def start(batcher: Batcher, steps: int, prompts: list[list[int]] = PROMPTS) -> list[int]:
     requests = [Request(prompt_ids=p, seed=i, max_tokens=20, stop_ids=()) for i, p in enumerate(prompts)]
-    ids = [batcher.submit(request) for request in requests]
+    ids = [i for request in requests if isinstance(i := batcher.submit(request), int)]
     for _ in range(steps):
         batcher.step()
     return ids
