@@ -1,0 +1,35 @@
+"""The warm start of arithmetic: a policy that adds two-digit numbers in writing and forgets most carries."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from turngate.envs.arithmetic import demonstrations
+from turngate.learners.cloning import CloningConfig, CloningProgress, clone
+
+__all__ = ["ARITHMETIC_CLONING", "arithmetic_policy"]
+
+ARITHMETIC_CLONING = CloningConfig(steps=300, batch_size=32)
+"""A pass and a half over the demonstrations: long enough to learn most sums of digits, about 9 CPU seconds."""
+
+_DEMONSTRATIONS = 6000
+"""Nearly all training problems of two digits, each worked through once."""
+
+_DROP_RATE = 0.6
+"""Share of carries forgotten. The worker is right 0.48 of the time and the policy less, since it slips on sums too;
+carries stay common enough that the policy can write one, which reinforcement learning then builds on."""
+
+
+def arithmetic_policy(
+    folder: Path,
+    seed: int,
+    progress: Callable[[CloningProgress], None] | None = None,
+    *,
+    config: CloningConfig = ARITHMETIC_CLONING,
+) -> Path:
+    """Train a policy from nothing on a careless worker's additions and return `folder`, now a model folder.
+
+    It solves 0.33 to 0.40 of the held-out problems at temperature 1, 0.37 on average (seeds 1 to 5, 1,024 problems).
+    Equal arguments give equal weights on the same machine.
+    """
+    worker = demonstrations(_DEMONSTRATIONS, seed, drop_rate=_DROP_RATE)
+    return clone(worker, folder, config=config, seed=seed, progress=progress)
