@@ -1,6 +1,7 @@
 """Context functions: what the model sees, at what cost, and that the history stays whole."""
 
 import asyncio
+import inspect
 
 import pytest
 
@@ -84,8 +85,13 @@ def test_token_budget_with_cut_to_cuts_seldom_and_deep():
 
 
 def test_token_budget_counts_each_message_once():
-    counted = []
-    context = token_budget(1000, lambda message: counted.append(message.content) or 1)
+    counted: list[str] = []
+
+    def count_once(message):
+        counted.append(message.content)
+        return 1
+
+    context = token_budget(1000, count_once)
     history = history_of(0)
     for turn in range(5):
         history.append_turn(Message("assistant", f"a{turn}"), [Message("user", f"o{turn}")])
@@ -110,6 +116,11 @@ async def fold_later(summary, messages):
     return fold(summary, messages)
 
 
+async def shown_by(context, history):
+    messages = context(history)
+    return texts(await messages if inspect.isawaitable(messages) else messages)
+
+
 @pytest.mark.parametrize("summariser", [fold, fold_later])
 def test_summarise_folds_old_turns_and_keeps_the_newest_word_for_word(summariser):
     context = summarise(summariser, after_turns=2, keep_turns=1)
@@ -118,7 +129,7 @@ def test_summarise_folds_old_turns_and_keeps_the_newest_word_for_word(summariser
         history, shown = history_of(0), []
         for turn in range(4):
             history.append_turn(Message("assistant", f"a{turn}"), [Message("user", f"o{turn}")])
-            shown.append(texts(await context(history)))
+            shown.append(await shown_by(context, history))
         return shown
 
     note = "Summary of the earlier turns:\n"
@@ -143,8 +154,8 @@ def test_a_summary_that_fails_folds_nothing_away():
 
     async def main():
         with pytest.raises(OSError, match="no model"):
-            await context(history)
-        return texts(await context(history))
+            await shown_by(context, history)
+        return await shown_by(context, history)
 
     assert run_virtual(main())[2:] == ["Summary of the earlier turns:\nok", "a1", "o1"]
     assert attempts == [["a0", "o0"], ["a0", "o0"]]

@@ -4,10 +4,14 @@ import asyncio
 
 import pytest
 
-from turngate.runtime.events import Events, EventStream, RolloutStarted, WeightsPublished
+from turngate.runtime.events import Event, Events, EventStream, RolloutStarted, WeightsPublished
 from turngate.runtime.testing import run_virtual
 
 FIRST, SECOND, THIRD = (WeightsPublished(version, 0.0) for version in (1, 2, 3))
+
+
+def emit(events, event):
+    getattr(events, Events.SLOTS[type(event)])(event)
 
 
 def test_a_slot_is_none_until_somebody_listens_and_again_afterwards():
@@ -25,19 +29,20 @@ def test_subscribers_are_called_in_the_order_they_came():
     events, heard = Events(), []
     events.subscribe(WeightsPublished, lambda event: heard.append(("a", event)))
     events.subscribe(WeightsPublished, lambda event: heard.append(("b", event)))
-    events.weights_published(FIRST)
+    emit(events, FIRST)
     assert heard == [("a", FIRST), ("b", FIRST)]
 
 
 def test_a_failing_subscriber_is_logged_counted_and_harms_nobody(caplog):
-    events, heard = Events(), []
+    events = Events()
+    heard: list[Event] = []
 
     def fail(event):
         raise ZeroDivisionError("bar")
 
     events.subscribe(WeightsPublished, fail)
     events.subscribe(WeightsPublished, heard.append)
-    events.weights_published(FIRST)
+    emit(events, FIRST)
     assert (heard, events.failures) == ([FIRST], 1)
     assert "ZeroDivisionError: bar" in caplog.text
     assert repr(events) == "<Events weights_published x2, 1 subscriber failures>"
@@ -49,8 +54,8 @@ def test_a_stream_yields_events_of_its_kinds_as_they_come():
 
     async def main():
         loop = asyncio.get_running_loop()
-        loop.call_later(1, events.weights_published, FIRST)
-        loop.call_later(2, events.weights_published, SECOND)
+        loop.call_later(1, emit, events, FIRST)
+        loop.call_later(2, emit, events, SECOND)
         loop.call_later(3, stream.close)
         return [(event, loop.time()) async for event in stream]
 
@@ -62,7 +67,7 @@ def test_a_slow_reader_loses_the_oldest_and_the_loss_is_counted():
     events = Events()
     stream = events.stream(size=2)
     for event in (FIRST, SECOND, THIRD):
-        events.weights_published(event)
+        emit(events, event)
     stream.close()
 
     async def main():
@@ -90,8 +95,8 @@ def test_a_cancelled_read_loses_nothing():
 def test_a_stream_of_all_kinds_hears_all():
     events = Events()
     stream = events.stream()
-    events.rollout_started(RolloutStarted("x", "g", 0, "t"))
-    events.weights_published(FIRST)
+    emit(events, RolloutStarted("x", "g", 0, "t"))
+    emit(events, FIRST)
     assert repr(stream) == "<EventStream 2 of 1024 waiting, 0 dropped>"
     with pytest.raises(ValueError, match="size must be positive"):
         events.stream(size=0)

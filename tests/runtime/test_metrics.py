@@ -53,14 +53,18 @@ def test_running_mean_agrees_with_two_passes(values):
     assert running.std == pytest.approx(statistics.stdev(values), abs=1e-3)
 
 
+def emit(events, event):
+    getattr(events, Events.SLOTS[type(event)])(event)
+
+
 def test_events_become_json_lines_with_their_time(tmp_path):
     events, clock = Events(), ManualClock(100.0)
     trajectory = Trajectory(id="x", task=Task("t"), end=End.env_error, error="broke", started_s=1.0, ended_s=3.5)
     with MetricsWriter(tmp_path / "events.jsonl", events, clock=clock) as writer:
-        events.rollout_finished(RolloutFinished(trajectory))
+        emit(events, RolloutFinished(trajectory))
         clock.advance(2.0)
-        events.group_finished(GroupFinished(Group(id="g", task=Task("t"), order=4, trajectories=(trajectory,))))
-        events.update_finished(UpdateFinished(3, {"loss": 0.5}, 1.25))
+        emit(events, GroupFinished(Group(id="g", task=Task("t"), order=4, trajectories=(trajectory,))))
+        emit(events, UpdateFinished(3, {"loss": 0.5}, 1.25))
         writer.write("note", {"text": "hello"})
         assert writer.lines == 4
     assert events.weights_published is None
@@ -94,7 +98,7 @@ def test_events_become_json_lines_with_their_time(tmp_path):
 def test_lines_are_readable_while_the_run_goes_on(tmp_path):
     events = Events()
     with MetricsWriter(tmp_path / "events.jsonl", events):
-        events.weights_published(WeightsPublished(1, 0.5))
+        emit(events, WeightsPublished(1, 0.5))
         assert json.loads((tmp_path / "events.jsonl").read_text())["policy_version"] == 1
 
 

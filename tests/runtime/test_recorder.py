@@ -26,7 +26,8 @@ def record(turns, as_json):
 @st.composite
 def episodes(draw):
     """(prompt, ids) per turn; a prompt extends what came before, or does not."""
-    turns, so_far = [], []
+    turns: list[tuple[list[int], list[int]]] = []
+    so_far: list[int] = []
     for _ in range(draw(st.integers(1, 6))):
         how = draw(st.sampled_from(["extend", "extend", "same", "other", "shorter"]))
         if how == "extend":

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import cast
 
 import pytest
 
@@ -17,7 +18,7 @@ from turngate.runtime.errors import (
     MalformedReply,
     ToolError,
 )
-from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
+from turngate.runtime.events import Event, Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.rollout import Limits, run_rollout
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.testing import FakeEndpoint, run_virtual
@@ -331,7 +332,7 @@ def test_a_tool_error_keeps_its_name():
         (Step(Observation("\ud800")), "env.step().observation.text must be text that UTF-8 can carry"),
         (Step(Observation(), {"outcome": math.nan}), "got nan (env.step().rewards['outcome'])"),
         (Step(Observation(), {"outcome": -math.inf}), "got -inf (env.step().rewards['outcome'])"),
-        (Step(Observation(), {"outcome": "1?"}), "got '1?' (env.step().rewards['outcome'])"),
+        (Step(Observation(), {"outcome": cast(float, "1?")}), "got '1?' (env.step().rewards['outcome'])"),
         (Step(Observation(), {}, True), "env.step().end must be a terminal End, a truncation, or None: got True"),
         (Step(Observation(), {}, End.env_error), "raise an exception to fail"),
     ],
@@ -406,7 +407,7 @@ def test_snapshots_are_kept_from_before_each_action():
 
 def test_events_tell_of_start_turns_and_finish_in_order():
     events = Events()
-    heard = []
+    heard: list[Event] = []
     for kind in (RolloutStarted, TurnFinished, RolloutFinished):
         events.subscribe(kind, heard.append)
     trajectory = play(events=events, trajectory_id="x", group_id="g", member=1)

@@ -1,6 +1,7 @@
 """A rollout cancelled at every one of its waits: typed end, environment closed once, nothing leaked, siblings well."""
 
 import asyncio
+from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +12,7 @@ from turngate.runtime.context import summarise
 from turngate.runtime.events import Events, RolloutFinished
 from turngate.runtime.rollout import Limits, run_rollout
 from turngate.runtime.testing import FakeEndpoint, cancel_everywhere, run_virtual
+from turngate.runtime.types import Trajectory
 
 TASK = Task("t", "Go.")
 
@@ -43,11 +45,15 @@ async def shorten(summary, messages):
 
 
 def test_cancelled_at_every_wait_a_rollout_closes_its_environment_and_reports_itself():
-    made, reported, finished, endpoints = [], [], [], []
+    made: list[WaitingEnv] = []
+    reported: list[Trajectory] = []
+    finished: list[Trajectory] = []
+    endpoints: list[FakeEndpoint] = []
+    kept: list[list[Any]] = [made, reported, finished, endpoints]
 
     def make():
-        for kept in (made, reported, finished, endpoints):
-            kept.clear()
+        for each in kept:
+            each.clear()
         events = Events()
         events.subscribe(RolloutFinished, lambda event: finished.append(event.trajectory))
         endpoints.append(FakeEndpoint(["one", "two", "three"], latency_s=1))
@@ -86,7 +92,7 @@ def test_cancelled_at_every_wait_a_rollout_closes_its_environment_and_reports_it
 
 @pytest.mark.parametrize("env", [lambda: RaisingEnv(1), lambda: HangingEnv(1), lambda: HangingEnv("aclose")])
 def test_cancelled_at_every_wait_of_a_failing_environment_nothing_leaks(env):
-    made = []
+    made: list[EchoEnv] = []
 
     def make():
         made.clear()

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from turngate.runtime.testing import cancel_everywhere
+from turngate.runtime.testing import Outcome, cancel_everywhere
 
 
 def test_every_wait_is_cancelled_in_both_moments():
-    outcomes = []
+    outcomes: list[Outcome] = []
 
     async def three_waits():
         await asyncio.sleep(0)
@@ -24,12 +24,20 @@ def test_every_wait_is_cancelled_in_both_moments():
 
 def test_a_permit_lost_between_grant_and_use_is_found():
     """The classic: an acquire that has succeeded, but whose task is cancelled before it runs."""
-    free = []
+    free: list[str] = []
 
     async def careless():
         granted = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(1, lambda: (free.pop(), granted.set_result(None)))
-        await granted
+
+        def grant():
+            free.pop()
+            granted.set_result(None)
+
+        timer = asyncio.get_running_loop().call_later(1, grant)
+        try:
+            await granted
+        finally:
+            timer.cancel()
         free.append("permit")  # never reached when cancelled just after the grant
 
     lost = []
