@@ -47,10 +47,13 @@ _OVERFLOW_SIGNS = (
     "context_length_exceeded",
     "context length",
     "context window",
+    "context size",
     "maximum context",
+    "maximum model length",
     "prompt is too long",
+    "input is too long",
 )
-"""How OpenAI, vLLM, SGLang, llama.cpp and the embedded engine word a refused prompt."""
+"""How OpenAI, vLLM, SGLang, llama.cpp and the embedded engine word the refusal of a prompt that is too long."""
 
 _encode = msgspec.json.Encoder().encode
 

@@ -1,0 +1,109 @@
+"""HTTP on aiohttp: as many connections as requests, none kept too long, none leaked."""
+
+import asyncio
+import gc
+import resource
+
+import msgspec
+import pytest
+
+from turngate.runtime.testing import HostileServer
+from turngate.runtime.testing.hostile import answer, hang, reset, status
+from turngate.runtime.transport import HttpTransport, raise_file_limit
+
+BODY = msgspec.json.encode({"model": "m", "messages": []})
+
+
+async def post(transport, timeout_s=30.0):
+    return await transport.post("/chat/completions", BODY, timeout_s=timeout_s)
+
+
+async def test_hundreds_of_requests_are_under_way_at_once():
+    """aiohttp's own limit of 100 connections would serialise them silently."""
+    arrived, everyone = 0, asyncio.Event()
+
+    async def wait_for_all(request, writer):
+        nonlocal arrived
+        arrived += 1
+        if arrived == 300:
+            everyone.set()
+        await everyone.wait()
+        return await answer()(request, writer)
+
+    async with HostileServer(wait_for_all) as server:
+        transport = HttpTransport(server.url)
+        replies = await asyncio.gather(*(post(transport) for _ in range(300)))
+        await transport.aclose()
+    assert {reply.status for reply in replies} == {200}
+
+
+async def test_connections_are_reused_one_after_the_other():
+    async with HostileServer() as server:
+        transport = HttpTransport(server.url)
+        for _ in range(5):
+            await post(transport)
+        await transport.aclose()
+        assert server.connections == 1
+
+
+async def test_replies_of_any_status_come_back_whole_with_case_insensitive_headers():
+    async with HostileServer(status(429, "slow down", Retry_After="7")) as server:
+        transport = HttpTransport(server.url)
+        reply = await post(transport)
+        await transport.aclose()
+    assert (reply.status, reply.headers["retry-after"]) == (429, "7")
+    assert b"slow down" in reply.body
+
+
+async def test_redirects_are_not_followed():
+    async with HostileServer(status(302, "elsewhere", Location="http://127.0.0.1:9/")) as server:
+        transport = HttpTransport(server.url)
+        assert (await post(transport)).status == 302
+        await transport.aclose()
+
+
+async def test_a_server_that_only_resets_is_a_connection_error_after_one_retry():
+    async with HostileServer(reset()) as server:
+        transport = HttpTransport(server.url)
+        with pytest.raises(ConnectionError):
+            await post(transport)
+        await transport.aclose()
+        assert len(server.requests) == 2
+
+
+async def test_a_timeout_is_no_connection_error():
+    async with HostileServer(hang()) as server:
+        transport = HttpTransport(server.url)
+        with pytest.raises(TimeoutError):
+            await post(transport, timeout_s=0.02)
+        await transport.aclose()
+
+
+def test_a_loop_that_ends_without_aclose_leaves_no_session_open():
+    async def main():
+        async with HostileServer(reset(), answer()) as server:
+            await post(HttpTransport(server.url))
+
+    asyncio.run(main())
+    gc.collect()  # an unclosed session warns here, and warnings are errors
+
+
+async def test_closed_it_opens_again_when_needed_and_closing_twice_is_fine():
+    async with HostileServer() as server:
+        transport = HttpTransport(server.url)
+        await transport.aclose()
+        await post(transport)
+        await transport.aclose()
+        await transport.aclose()
+        assert (await post(transport)).status == 200
+        await transport.aclose()
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
