@@ -5,7 +5,7 @@ import contextlib
 import copy
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -172,19 +172,19 @@ class Engine:
             error.add_note(self._death)
 
     @contextlib.asynccontextmanager
-    async def _run_process(self) -> AsyncIterator[int]:
+    async def _run_process(self) -> AsyncGenerator[int]:
         with tempfile.TemporaryDirectory(prefix="turngate-engine-") as temporary:
             folder = await asyncio.to_thread(self._model_folder, Path(temporary))
             self._process = EngineProcess(folder, self._config, start_timeout_s=self._start_timeout_s)
             port = await self._process.start()
             try:
-                async with self._watching(self._process.watch()):
+                async with self._watching(self._process.watch):
                     yield port
             finally:
                 await self._process.stop()
 
     @contextlib.asynccontextmanager
-    async def _run_thread(self) -> AsyncIterator[int]:
+    async def _run_thread(self) -> AsyncGenerator[int]:
         from turngate.runtime.engine.server import EngineServer, load_model
 
         if isinstance(self._model, (Path, str)):
@@ -193,7 +193,7 @@ class Engine:
             assert self._tokenizer is not None
             # A copy: weight updates would otherwise change the caller's model, and training it would change ours.
             model, tokenizer = copy.deepcopy(self._model), self._tokenizer
-        async with EngineServer(model, tokenizer, self._config) as server, self._watching(server.failed()):
+        async with EngineServer(model, tokenizer, self._config) as server, self._watching(server.failed):
             yield server.port
 
     def _model_folder(self, temporary: Path) -> Path:
@@ -206,7 +206,7 @@ class Engine:
         return temporary
 
     @contextlib.asynccontextmanager
-    async def _watching(self, death: "Coroutine[Any, Any, str]") -> AsyncIterator[None]:
+    async def _watching(self, death: Callable[[], Awaitable[str]]) -> AsyncGenerator[None]:
         """Cancel the block that uses the engine when the engine dies under it."""
         self._watcher = asyncio.create_task(self._watch(death), name="turngate-engine-watch")
         try:
@@ -215,8 +215,8 @@ class Engine:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
 
-    async def _watch(self, death: "Coroutine[Any, Any, str]") -> None:
-        why = await death
+    async def _watch(self, death: Callable[[], Awaitable[str]]) -> None:
+        why = await death()
         if why and not self._is_leaving:
             _log.error("%s", why)
             self._death = why

@@ -119,9 +119,10 @@ async def test_folder_names_the_newest_version(tmp_path, weights):
     await folder.publish(weights, 3)
     weights.write_bytes(b"better weights")
     await folder.publish(weights, 4)
-    path, version = folder.latest()
-    assert (path.read_bytes(), version) == (b"better weights", 4)
-    assert sorted(p.name for p in path.parent.iterdir()) == [
+    latest = folder.latest()
+    assert latest is not None
+    assert (latest[0].read_bytes(), latest[1]) == (b"better weights", 4)
+    assert sorted(p.name for p in (tmp_path / "policies").iterdir()) == [
         "latest.json",
         "policy-00000003.safetensors",
         "policy-00000004.safetensors",
@@ -155,7 +156,7 @@ async def test_failed_copy_leaves_the_old_version_and_no_litter(tmp_path, weight
     monkeypatch.setattr(os, broken, fail)
     with pytest.raises(PublishError, match="no space left"):
         await folder.publish(weights, 2)
-    assert folder.latest()[1] == 1
+    assert folder.latest() == (tmp_path / "policies" / "policy-00000001.safetensors", 1)
     assert len(list((tmp_path / "policies").iterdir())) == 2
 
 

@@ -126,9 +126,14 @@ async def test_idle_thread_does_not_step(thread, fake_batcher):
 
 async def test_outcomes_of_one_step_wake_the_loop_once(thread, fake_batcher):
     fake_batcher.is_paused = True
-    wakes = []
+    wakes: list = []
     post = thread._post
-    thread._post = lambda callback, *args: (wakes.append(callback), post(callback, *args))
+
+    def count(callback, *args):
+        wakes.append(callback)
+        post(callback, *args)
+
+    thread._post = count
     with Generation(thread, [request(max_tokens=1) for _ in range(50)]) as generation:
         await thread.call(lambda batcher: setattr(batcher, "is_paused", False))
         await generation.finished()
