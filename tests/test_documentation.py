@@ -1,12 +1,22 @@
 """The documentation stays true: the page about one rollout, and the code that readers copy."""
 
 import ast
+import importlib
+import inspect
+import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import aiohttp
 import pytest
+
+from turngate.envs.shopping import demonstrations
+from turngate.runtime import Endpoint, Runtime
+from turngate.runtime.engine import Engine
+from turngate.runtime.engine.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -109,3 +119,191 @@ def test_files_and_links_that_a_page_names_exist(page: Path) -> None:
 
     assert [target for target in links if not (page.parent / target).exists()] == []
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def imported(block: str) -> dict[str, Any]:
+    """Run the import statements of a block and return the names they bind."""
+    names: dict[str, Any] = {}
+    statements = [node for node in ast.parse(block).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(statements, []), "<imports>", "exec"), names)
+    return names
+
+
+def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Return what an expression of names and attributes stands for; None when the page alone cannot say."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(resolved(node.value, names), node.attr, None)
+    return None
+
+
+def misfits(source: str) -> list[str]:
+    """Return the calls of a script that the functions of Turngate would refuse, by their signatures."""
+    names = imported(source) | {"runtime": Runtime, "engine": Engine, "endpoint": Endpoint}
+    found: list[str] = []
+    for call in ast.walk(ast.parse(source)):
+        target = resolved(call.func, names) if isinstance(call, ast.Call) else None
+        if target is None or not getattr(target, "__module__", "").startswith("turngate."):
+            continue
+        # A method reached through its class lacks only `self`.
+        is_method = inspect.isfunction(target) and "." in target.__qualname__
+        args = [None] * (len(call.args) + is_method)
+        try:
+            inspect.signature(target).bind(*args, **{keyword.arg: None for keyword in call.keywords if keyword.arg})
+        except TypeError as error:
+            found.append(f"{ast.unparse(call)}: {error}")
+    return found
+
+
+SCRIPTS = {
+    **{f"README {n}": block for n, block in enumerate(python_blocks(ROOT / "README.md"))},
+    **{path.name: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))},
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_import_what_exists_and_call_it_as_it_is_declared(name: str) -> None:
+    assert misfits(SCRIPTS[name]) == []
+
+
+def test_a_call_that_does_not_fit_is_found() -> None:
+    script = "from turngate.runtime import Limits, train\ntrain(1, 2, 3, learner=4)\nLimits(turns=3)\n"
+
+    assert len(misfits(script)) == 2
+
+
+def test_the_environment_of_the_readme_is_the_one_of_the_example() -> None:
+    def guess(source: str) -> str:
+        return next(ast.unparse(n) for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Guess")
+
+    example = (ROOT / "examples" / "own_env.py").read_text()
+    blocks = [block for block in python_blocks(ROOT / "README.md") if "class Guess" in block]
+
+    assert [guess(block) for block in blocks] == [guess(example)]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 40
+
+
+def test_the_page_about_environments_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = DOCS / "environments.md"
+    scripts = [block for block in python_blocks(page) if "print(" in block]
+    library = [block for block in python_blocks(page) if block not in scripts]
+    shown = re.findall(r"^```\n(trajectory.*?)```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    # A module of its own: the kit restores snapshots in another process, which must be able to import it.
+    (tmp_path / "page_environments.py").write_text("\n".join(library))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("page_environments")
+
+    for script in scripts:
+        exec(script, vars(module))
+
+    assert [capsys.readouterr().out] == shown
+    for kit in (module.TestGuess(), module.TestSavableGuess()):
+        for name in dir(kit):
+            if name.startswith("test_"):
+                getattr(kit, name)()
+
+
+class Exchange(NamedTuple):
+    """A request of a page and the reply printed below it."""
+
+    url: str
+    body: str | None
+    reply: Any
+
+
+def exchanges(page: Path) -> list[Exchange]:
+    found = re.findall(r"^```sh\n(curl .*?)```\n\n```json\n(.*?)```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    commands = [(shlex.split(command), json.loads(reply)) for command, reply in found]
+    return [Exchange(c[1], c[c.index("-d") + 1] if "-d" in c else None, reply) for c, reply in commands]
+
+
+def missing_keys(shown: Any, real: Any, path: str = "") -> list[str]:
+    """Return the paths of what a page shows and the real reply does not hold."""
+    if isinstance(shown, dict):
+        absent = [f"{path}.{key}" for key in shown if key not in real]
+        return absent + [
+            p for key in shown if key in real for p in missing_keys(shown[key], real[key], f"{path}.{key}")
+        ]
+    if isinstance(shown, list) and isinstance(real, list) and shown and real:
+        return missing_keys(shown[0], real[0], f"{path}[0]")
+    return []
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from turngate.runtime.engine.model import ModelConfig, PolicyModel
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer.train(message for chat in demonstrations(8, seed=1) for _, message in chat)
+    PolicyModel(ModelConfig(vocab_size=len(tokenizer), width=32, layers=1, head_dim=8, mlp_width=32)).save(folder)
+    tokenizer.save(folder / "tokenizer.json")
+    return folder
+
+
+async def test_the_engine_answers_as_its_page_says(model_folder: Path) -> None:
+    page = exchanges(DOCS / "engine.md")
+    assert len(page) == 7
+
+    async with Engine.start(model_folder, mode="thread", policy_version=7) as engine, aiohttp.ClientSession() as http:
+        for url, body, shown in page:
+            url = url.replace("http://127.0.0.1:8000", engine.url)
+            if body is None:
+                request = http.get(url)
+            else:
+                body = body.replace("/path/to", str(model_folder))
+                request = http.post(url, data=body, headers={"Content-Type": "application/json"})
+            async with request as reply:
+                real = await reply.json()
+            assert missing_keys(shown, real) == [], url
+            if "error" in shown:
+                assert (reply.status, real) == (409 if "weights" in url else 400, shown)
+            else:
+                assert reply.status == 200, real
+        scored = next(exchange.reply for exchange in page if "echo" in (exchange.body or ""))
+        assert scored["choices"][0]["logprobs"]["tokens"] == ["<|user|>", "F", "<|end|>", "<|assistant|>"]
+
+
+async def test_the_evaluation_of_the_readme_runs(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = next(block for block in python_blocks(ROOT / "README.md") if "Endpoint(" in block)
+
+    async with Engine.start(model_folder, mode="thread", model_name="my-model") as engine:
+        script = script.replace("http://127.0.0.1:8000", engine.url).replace("held_out_tasks(64", "held_out_tasks(2")
+        names: dict[str, Any] = {"__name__": "readme"}
+        exec(script, names)
+        await names["main"]()
+
+    said = capsys.readouterr().out
+    assert "(n = 2)" in said
+    assert "You are shopping." in said
+
+
+def test_every_decision_is_listed_and_says_what_it_costs() -> None:
+    index = (DOCS / "adr" / "README.md").read_text()
+    pages = sorted((DOCS / "adr").glob("[0-9]*.md"))
+
+    assert [page.name for page in pages if f"]({page.name})" not in index] == []
+    for page in pages:
+        found = re.findall(r"^\*\*(.+?)\.\*\*", page.read_text(), re.MULTILINE)
+        assert found == ["Context", "Choice", "What we give up"], page.name
+
+
+def test_every_shape_letter_in_the_code_is_explained() -> None:
+    explained = set(re.findall(r"^\| `([A-Z])` \|", (DOCS / "notation.md").read_text(), re.MULTILINE))
+    files = [*(ROOT / "learners").rglob("*.py"), *(ROOT / "runtime").rglob("*.py")]
+    names = {
+        name
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        for name in (getattr(node, "id", ""), getattr(node, "arg", ""), getattr(node, "attr", ""))
+        if isinstance(name, str)
+    }
+    used = {letter for name in names if (found := re.fullmatch(r"[a-z].*_([A-Z]{1,4})1?", name)) for letter in found[1]}
+
+    assert used <= explained
