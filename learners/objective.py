@@ -72,7 +72,7 @@ class Objective:
         return self.kl_coef != 0 and self.kl_in != "reward"
 
     def active_mask(self, data: UpdateData, mask_N: Tensor) -> Tensor:
-        """Return which tokens of a step can move the policy at all."""
+        """Return which tokens of a step can move the policy at all; rows without any are left out of the passes."""
         if self.has_kl_loss or self.entropy_coef != 0:
             return mask_N & ~data.is_silent_N
         return mask_N & (data.advantages_N != 0)
@@ -94,13 +94,12 @@ class Objective:
         """
         surrogate = self._surrogate(scores.logprobs_M, data, at_P, importance_P)
         loss = aggregate(surrogate.loss, weights_P)
-        speaking_P = weights_P * ~data.is_silent_N[at_P]
         if self.has_kl_loss and data.reference_N is not None:
             kl = kl_terms(scores.logprobs_M, data.reference_N[at_P])
             ratio_P = log_ratio(scores.logprobs_M, data.proximal_N[at_P]).exp()
-            loss = loss + self.kl_coef * aggregate(kl.k2 if self.kl_in == "loss_k2" else ratio_P * kl.k3, speaking_P)
+            loss = loss + self.kl_coef * aggregate(kl.k2 if self.kl_in == "loss_k2" else ratio_P * kl.k3, weights_P)
         if scores.entropy_M is not None:
-            loss = loss - self.entropy_coef * aggregate(scores.entropy_M, speaking_P)
+            loss = loss - self.entropy_coef * aggregate(scores.entropy_M, weights_P)
         return loss, surrogate
 
     def _surrogate(self, logprobs_P: Tensor, data: UpdateData, at_P: Tensor, importance_P: Tensor) -> TokenLoss:

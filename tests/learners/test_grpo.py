@@ -17,7 +17,7 @@ from turngate.learners.offpolicy import Correction
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.types import Batch, Sampling, Segment, Trajectory
+from turngate.runtime.types import Batch, Group, Sampling, Segment, Trajectory
 
 REWARDS = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
 ONE_STEP = {"epochs": 1, "minibatches": 1}
@@ -265,6 +265,35 @@ def test_truncated_importance_weights_are_counted_before_truncation(lab: Any, fo
     metrics = learner(folder).update(stale).metrics
     assert metrics["tis_truncated_fraction"] == pytest.approx(12 / metrics["policy_tokens"])
     assert metrics["log_ratio_abs_max"] == pytest.approx(1.5, rel=1e-3)
+
+
+def test_the_clip_is_anchored_at_the_start_of_the_update_not_at_the_sampler(
+    lab: Any, folder: Path, model: PolicyModel
+) -> None:
+    stale = changed(lab.sample_batch(model, REWARDS, policy_version=2), -1.5)
+    decoupled = learner(folder, **ONE_STEP).update(stale).metrics
+    bypass = learner(folder, **ONE_STEP, off_policy="bypass").update(stale).metrics
+    assert decoupled["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert decoupled["clip_high_fraction"] == 0.0
+    assert bypass["ratio_max"] == pytest.approx(math.exp(1.5), rel=1e-3)
+    assert bypass["clip_high_fraction"] > 0.0
+
+
+def test_the_weight_of_a_stale_token_reaches_its_gradient_once(lab: Any, folder: Path, model: PolicyModel) -> None:
+    # Every behaviour log-prob lies log(1.5) below: all weights are 1.5, so the whole gradient is.
+    batch = lab.sample_batch(model, REWARDS, policy_version=2)
+    stale = batch
+    for token in range(12):
+        stale = msgspec.structs.replace(stale, groups=tuple(_shifted(g, token) for g in stale.groups))
+    one, other = (learner(folder, **ONE_STEP).update(b).metrics["grad_norm"] for b in (batch, stale))
+    assert other == pytest.approx(1.5 * one, rel=1e-4)
+
+
+def _shifted(group: Group, token: int) -> Group:
+    members = tuple(
+        with_logprobs(t, -math.log(1.5), token) if t.policy_tokens > token else t for t in group.trajectories
+    )
+    return msgspec.structs.replace(group, trajectories=members)
 
 
 def test_data_that_says_nothing_any_more_stops_the_run(lab: Any, folder: Path, model: PolicyModel) -> None:

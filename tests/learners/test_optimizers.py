@@ -48,6 +48,14 @@ def test_muon_moves_every_direction_by_the_same_amount() -> None:
     assert moved.max() / moved.min() > 0.3  # the gradient's own ratio is 0.01
 
 
+def test_muon_moves_tall_matrices_further_so_that_outputs_move_alike() -> None:
+    tall, wide = nn.Parameter(torch.zeros(16, 4)), nn.Parameter(torch.zeros(4, 16))
+    gradient = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    tall.grad, wide.grad = gradient.clone(), gradient.T.clone()
+    Muon([tall, wide], lr=0.1).step()
+    torch.testing.assert_close(tall.detach(), 2 * wide.detach().T)
+
+
 def test_muon_batches_equal_shapes_without_mixing_them() -> None:
     gradients = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     alone, together = (
