@@ -148,11 +148,7 @@ class Completions:
     def _requests(self, ask: AskT, jobs: Sequence[tuple[list[int], int]], top_logprobs: int) -> list[Request]:
         """Return one batcher request per prompt and choice, the choices of one prompt being neighbours."""
         n = ask.n or 1
-        if self._thread.open + n * len(jobs) > self._max_open:
-            raise overloaded(
-                f"the engine must have room for {n * len(jobs)} more sequences: got {self._thread.open} of "
-                f"{self._max_open} taken; try again later"
-            )
+        self._check_room(n * len(jobs))
         stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
         echo = (
             isinstance(ask, CompletionRequest) and bool(ask.echo) and (ask.logprobs is not None or not ask.max_tokens)
@@ -173,6 +169,17 @@ class Completions:
             for prompt, max_tokens in jobs
             for choice in range(n)
         ]
+
+    def _check_room(self, sequences: int) -> None:
+        if sequences > self._max_open:
+            raise RequestError(
+                f"n times prompts must be at most {self._max_open}: got {sequences}; split the request", param="n"
+            )
+        if self._thread.open + sequences > self._max_open:
+            raise overloaded(
+                f"the engine must have room for {sequences} more sequences: got {self._thread.open} of "
+                f"{self._max_open} taken; try again later"
+            )
 
     def _envelope(self, prefix: str) -> Envelope:
         # A counter behind one random part: a random number per request costs a tenth of the whole request.

@@ -8,6 +8,7 @@ needs no `if __name__ == "__main__"`.
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from asyncio.subprocess import Process
 from pathlib import Path
 from typing import IO, NoReturn
 
+import anyio
 import msgspec
 
 from turngate.runtime.engine.config import EngineConfig
@@ -139,7 +141,8 @@ class EngineProcess:
         self._is_stopping = True
         try:
             if self._process is not None and self._process.returncode is None:
-                await _stop(self._process)
+                with anyio.CancelScope(shield=True):
+                    await _stop(self._process)
         finally:
             if self._stderr is not None:
                 self._stderr.close()
@@ -196,6 +199,9 @@ async def _serve(folder: Path, config: EngineConfig, answer: IO[bytes]) -> None:
     stop = asyncio.Event()
     _stop_at_end_of_input(asyncio.get_running_loop(), stop)
     model, tokenizer = load_model(folder)
+    # What is loaded stays; collections during decoding need not look at it, and rarely need to run at all.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     await serve(model, tokenizer, config, stop, on_ready=lambda port: _answer(answer, _Ready(port=port)))
 
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import aiohttp
+import anyio
 import pytest
 import torch
 
@@ -90,6 +91,32 @@ async def test_cancellation_from_outside_passes_through(tiny_model, tokenizer):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_broken_engine_ends_task_groups_inside_the_block(tiny_model, tokenizer, monkeypatch, caplog):
+    def fail(self):
+        raise ZeroDivisionError("the model is on fire")
+
+    monkeypatch.setattr("turngate.runtime.engine.batcher.Batcher.step", fail)
+
+    async def use() -> None:
+        async with thread_engine(tiny_model, tokenizer) as engine, anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(engine.endpoint.complete, MESSAGES, Sampling(max_tokens=4))
+
+    with pytest.raises(EndpointError, match="the model is on fire"):
+        await use()
+
+
+async def test_cancel_scope_around_the_block_stops_the_engine(tiny_model, tokenizer):
+    engine = thread_engine(tiny_model, tokenizer)
+    with anyio.CancelScope() as scope:
+        async with engine:
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    async with aiohttp.ClientSession() as session:
+        assert not await is_listening(session, engine.url)
 
 
 async def test_error_of_the_block_passes_through(tiny_model, tokenizer):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 
+import anyio
 import pytest
 
 from turngate.runtime.engine import process
@@ -105,6 +106,15 @@ async def test_cancelled_start_leaves_no_child(start, monkeypatch):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert not is_alive(child.pid)
+
+
+async def test_cancel_scope_around_start_leaves_no_child(start, monkeypatch):
+    monkeypatch.setattr(process, "_STOP_TIMEOUT_S", 0.05)
+    child = start("import time; time.sleep(600)")
+    with anyio.move_on_after(0.1) as scope:
+        await child.start()
+    assert scope.cancelled_caught
     assert not is_alive(child.pid)
 
 

@@ -184,6 +184,22 @@ async def test_large_body_is_refused_before_it_is_kept(http, start_server):
     assert (reply.status, told["error"]["code"]) == (413, "body_too_large")
 
 
+async def test_large_body_of_unknown_length_is_refused(http, start_server):
+    async def chunks():
+        for _ in range(20):
+            yield b"x" * 100
+
+    async with start_server(max_body_bytes=1000) as server:
+        reply, told = await ask(http, server, "/v1/completions", data=chunks())
+    assert (reply.status, told["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_request_that_can_never_fit_is_not_asked_to_retry(http, start_server):
+    async with start_server(max_running=2, max_waiting=2) as server:
+        reply, told = await ask(http, server, "/v1/completions", {"prompt": ["red"] * 3, "n": 2})
+    assert (reply.status, told["error"]["param"]) == (400, "n")
+
+
 async def test_full_engine_answers_429_with_a_time_to_retry(http, start_server):
     async with start_server(max_running=1, max_waiting=1) as server:
         server.fake.is_paused = True
