@@ -13,10 +13,11 @@ from turngate.runtime.ledger import Ledger
 from turngate.runtime.plot import plot_run
 from turngate.runtime.progress import show_progress
 from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.run import TrainReport
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.staleness import StalenessLimit
-from turngate.runtime.training import TrainReport, train
+from turngate.runtime.training import train
 from turngate.runtime.transcript import render_transcript
 from turngate.runtime.types import (
     Batch,

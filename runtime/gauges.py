@@ -8,6 +8,7 @@ from turngate.envs.base import End
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.events import BatchTaken
 from turngate.runtime.ledger import Ledger
+from turngate.runtime.metrics import LoopLagMeter
 from turngate.runtime.slots import Slots
 from turngate.runtime.staleness import LagStats, lag_stats, policy_versions
 from turngate.runtime.types import Batch, Trajectory
@@ -25,9 +26,9 @@ class RunGauges:
     _since_s: float
     _slot_seconds: float
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, loop_lag: LoopLagMeter) -> None:
         """Start measuring now."""
-        self._slots = slots
+        self._slots, self._loop_lag = slots, loop_lag
         self.waiting_s = self.learning_s = self.publishing_s = 0.0
         self._slot_seconds = slots.held_seconds()
         self._started_s = self._since_s = time.monotonic()
@@ -72,7 +73,8 @@ class RunGauges:
         """Return the numbers of one update and start the next interval.
 
         `success`, `reward`, `turns` and `tokens` are means over the batch's trajectories; `lag_*` over their generated
-        tokens; `*_share` are shares of the interval's wall time.
+        tokens; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how late the event loop ran its
+        timers, over the last minute or so.
         """
         now = time.monotonic()
         wall_s = max(now - self._since_s, 1e-9)
@@ -99,6 +101,7 @@ class RunGauges:
             "learner_waiting_share": self.waiting_s / wall_s,
             "publishing_share": self.publishing_s / wall_s,
             "slots_busy_share": (held - self._slot_seconds) / wall_s / self._slots.total,
+            "loop_lag_p99_ms": 1000 * self._loop_lag.quantiles_s(0.99)[0],
             "groups_ready": float(buffer.statistics().ready),
             "groups_dropped_stale": float(buffer.dropped_stale),
             "rollouts_drawn": float(ledger.drawn),

@@ -1,4 +1,8 @@
-"""A run on disk: config.json, metrics.jsonl, trajectories/, checkpoints/, report.json. Readable without this code."""
+"""A run on disk, readable without this code.
+
+config.json  metrics.jsonl (a row per update)  events.jsonl (a line per rollout, group, batch, publication)
+trajectories/  checkpoints/  report.json
+"""
 
 import os
 import shutil
@@ -63,6 +67,14 @@ class RunFolder:
         """Append one line to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(self._encoder.encode(row) + b"\n")
+
+    def rewind_metrics(self, update: int) -> None:
+        """Remove rows after `update`: they describe updates that a crash undid."""
+        target = self.path / "metrics.jsonl"
+        if target.exists():
+            lines = target.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["update"] <= update]
+            _write_atomically(target, b"".join(kept))
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> Path:
         """Write trajectories/<name>.jsonl."""

@@ -6,6 +6,7 @@ from turngate.envs.base import End, Task
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.gauges import RunGauges
 from turngate.runtime.ledger import Ledger
+from turngate.runtime.metrics import LoopLagMeter
 from turngate.runtime.slots import Slots
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.types import Batch, Group, Segment, Trajectory, Turn
@@ -30,7 +31,7 @@ def _batch() -> Batch:
 
 
 def _gauges() -> tuple[RunGauges, Buffer, Ledger]:
-    return RunGauges(Slots(4)), Buffer(groups_per_batch=1, limit=StalenessLimit()), Ledger()
+    return RunGauges(Slots(4), LoopLagMeter()), Buffer(groups_per_batch=1, limit=StalenessLimit()), Ledger()
 
 
 def test_a_row_describes_the_batch_by_trajectory_and_by_token() -> None:

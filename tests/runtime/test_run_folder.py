@@ -51,6 +51,16 @@ def test_metrics_are_one_json_object_a_line(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_that_a_crash_undid_are_removed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for update in (1, 2, 3):
+        folder.append_metrics({"update": update})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"update":')  # torn by the crash
+    folder.rewind_metrics(2)
+    assert [json.loads(line)["update"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
 def test_a_folder_with_a_run_is_opened_only_to_resume(tmp_path: Path) -> None:
     RunFolder(tmp_path).append_metrics({"update": 1})
     with pytest.raises(ConfigError, match="already holds a run; pass resume=True"):

@@ -28,7 +28,7 @@ class Buyer:
 
 def _runtime(**options: int) -> tuple[Runtime, Buyer]:
     buyer: ChatEndpoint = Buyer()  # type: ignore[assignment]
-    return Runtime(buyer, **options), buyer  # type: ignore[return-value]
+    return Runtime(buyer, **options), buyer
 
 
 async def test_evaluation_runs_every_task_within_the_slots() -> None:

@@ -40,4 +40,4 @@ def test_lag_of_no_tokens_is_zero() -> None:
 @pytest.mark.parametrize(("arguments", "says"), [({"max_staleness": -1}, "0 or more"), ({"late": "later"}, "'wait'")])
 def test_limit_refuses_nonsense(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        StalenessLimit(**arguments)  # type: ignore[arg-type]
+        StalenessLimit(**arguments)

@@ -109,6 +109,10 @@ async def test_training_trains_every_batch_and_accounts_for_every_rollout(tmp_pa
     assert json.loads((tmp_path / "report.json").read_text())["policy_version"] == 5
     assert (tmp_path / "checkpoints" / "update-000005" / "count").read_text() == "5"
     assert not list((tmp_path / "weights").iterdir())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["train"]["updates"], config["env"], config["limits"]["max_turns"]) == (5, "Walk", 8)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "rollout_finished" for event in events) == report.ledger.drawn
 
 
 async def test_no_staleness_is_exactly_synchronous(tmp_path: Path) -> None:

@@ -1,0 +1,258 @@
+"""The parts of one training run, wired together, and the steps that its loop takes."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+import msgspec
+
+from turngate.envs.base import EnvFactory, Task
+from turngate.runtime.buffer import Buffer
+from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.events import UpdateFinished, WeightsPublished
+from turngate.runtime.gauges import RunGauges
+from turngate.runtime.learner import Learner
+from turngate.runtime.ledger import Ledger, LedgerTotals
+from turngate.runtime.metrics import LoopLagMeter, MetricsWriter
+from turngate.runtime.run_folder import Progress, RunFolder
+from turngate.runtime.runtime import Runtime
+from turngate.runtime.scheduler import Collection, Collector, TaskStream
+from turngate.runtime.staleness import StalenessLimit
+from turngate.runtime.types import Batch, UpdateReport
+from turngate.runtime.weights import WeightPublisher
+from turngate.runtime.worker import LearnerWorker, WorkerMode, start_learner
+
+__all__ = ["Run", "TrainConfig", "TrainReport", "open_run"]
+
+_FLUSH_LINES = 64  # a crash may cost these last lines of events.jsonl; metrics.jsonl is written row by row
+_STOP_S = 20.0  # what a cancelled run may spend on its last checkpoint: an update in progress and two file writes
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run goes; written to config.json."""
+
+    updates: int
+    groups_per_batch: int
+    staleness: StalenessLimit
+    collection: Collection
+    worker: WorkerMode = "process"
+    checkpoint_every: int = 25
+    keep_trajectories_every: int = 25
+    """Updates between two checkpoints, and between two batches whose trajectories are written out."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "groups_per_batch", "checkpoint_every", "keep_trajectories_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more: got {getattr(self, name)}")
+
+
+class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a finished run did."""
+
+    updates: int
+    policy_version: int
+    ledger: LedgerTotals
+    seconds: float
+    history: tuple[dict[str, Any], ...]
+    """One row of metrics per update, as in metrics.jsonl."""
+    run_dir: str
+
+
+@asynccontextmanager
+async def open_run(
+    runtime: Runtime,
+    env: EnvFactory,
+    tasks: Sequence[Task],
+    learner: Learner,
+    publisher: WeightPublisher,
+    folder: RunFolder,
+    config: TrainConfig,
+    *,
+    resume: bool,
+) -> AsyncIterator["Run"]:
+    """Start the parts, from the newest checkpoint when resuming; save one more checkpoint when the run is cut short."""
+    checkpoint = folder.latest_checkpoint() if resume else None
+    if resume and checkpoint is None:
+        raise ConfigError(f"resume needs a checkpoint: none is complete in {folder.checkpoints}; start without resume")
+    progress = checkpoint[1] if checkpoint else Progress()
+    version = _first_version(progress, runtime.endpoint.policy_version)
+    folder.rewind_metrics(progress.update)
+    folder.write_json("config.json", _describe(runtime, env, tasks, learner, config))
+    async with start_learner(learner, mode=config.worker) as worker, LoopLagMeter() as loop_lag:
+        await worker.load(checkpoint[0] if checkpoint else None)
+        run = Run(runtime, folder, publisher, worker, RunGauges(runtime.slots, loop_lag), progress, version)
+        if version > 0:
+            await run.publish(version)
+        stream = TaskStream(tasks, config.seed, position=progress.task_position, requeued=progress.requeued)
+        buffer = Buffer(
+            groups_per_batch=config.groups_per_batch,
+            limit=config.staleness,
+            policy_version=version,
+            next_order=progress.next_order,
+            last_version=version + config.updates - progress.update,
+            on_stale=lambda group: run.collector.drop_stale(group),
+        )
+        collector = Collector(
+            runtime, env, stream, buffer=buffer, ledger=run.ledger, config=config.collection, seed=config.seed
+        )
+        run.connect(buffer, stream, collector)
+        try:
+            with MetricsWriter(folder.path / "events.jsonl", runtime.events, flush_every=_FLUSH_LINES):
+                yield run
+        except BaseException as error:
+            if not isinstance(error, LearnerError):
+                with anyio.CancelScope(shield=True), anyio.move_on_after(_STOP_S), suppress(LearnerError, OSError):
+                    await run.checkpoint()
+            raise
+
+
+class Run:
+    """One training run: its parts, and the steps that `train` takes with them."""
+
+    # State beside the parts' own.
+    update: int  # updates whose weights are published
+    _version_base: int  # policy version when this process started
+    _update_base: int  # updates done before this process started
+    _batch: Batch | None  # taken from the buffer, not yet known to be trained on
+    history: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        folder: RunFolder,
+        publisher: WeightPublisher,
+        worker: LearnerWorker,
+        gauges: RunGauges,
+        progress: Progress,
+        version: int,
+    ) -> None:
+        self.runtime, self.folder, self.publisher, self.worker = runtime, folder, publisher, worker
+        self.update = self._update_base = progress.update
+        self._version_base = version
+        self.ledger = Ledger(progress.ledger)
+        self._batch = None
+        self.history = []
+        self.gauges = gauges
+        self.started_s = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"<Run update {self.update}, {self.ledger!r}, {self.buffer!r}>"
+
+    def connect(self, buffer: Buffer, tasks: TaskStream, collector: Collector) -> None:
+        """Add the collecting side, which needs the run's ledger."""
+        self.buffer, self.tasks, self.collector = buffer, tasks, collector
+
+    @property
+    def policy_version(self) -> int:
+        """The newest published version."""
+        return self._version_base + self.update - self._update_base
+
+    async def take(self) -> Batch:
+        """Wait for the next batch."""
+        with self.gauges.waiting():
+            batch = await self.buffer.take()
+        self._batch = batch
+        if (hear := self.runtime.events.batch_taken) is not None:
+            hear(self.gauges.batch_taken(batch))
+        return batch
+
+    async def learn(self, batch: Batch) -> UpdateReport:
+        """Take one policy update on it."""
+        with self.gauges.learning():
+            report = await self.worker.update(batch)
+        self._settle(batch)
+        return report
+
+    async def publish(self, version: int | None = None) -> None:
+        """Publish the learner's weights as the next version; the gate opens only once they serve."""
+        starting = version is not None
+        version = self.policy_version + 1 if version is None else version
+        path = self.folder.path / "weights" / f"{version:06d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        with self.gauges.publishing():
+            await self.worker.save_weights(path)
+            await self.publisher.publish(path, version)
+        path.unlink(missing_ok=True)
+        self.runtime.endpoint.policy_version = version
+        if not starting:
+            self.update += 1
+            self.buffer.advance(version)
+        if (hear := self.runtime.events.weights_published) is not None:
+            hear(WeightsPublished(version, self.gauges.publishing_s))
+
+    def record(self, batch: Batch, report: UpdateReport, *, keep: bool) -> None:
+        """Write and announce the update's metrics; `keep` writes its trajectories too."""
+        row = self.gauges.row(batch, self.buffer, self.ledger)
+        row = {"update": self.update, "policy_version": self.policy_version, **row, **report.metrics}
+        self.history.append(row)
+        self.folder.append_metrics(row)
+        if keep:
+            self.folder.write_trajectories(
+                f"update-{self.update:06d}", [t for g in batch.groups for t in g.trajectories]
+            )
+        if (hear := self.runtime.events.update_finished) is not None:
+            hear(UpdateFinished(self.policy_version, row, self.gauges.learning_s))
+
+    async def checkpoint(self) -> None:
+        """Save the learner and the run's progress; an update that finished unseen counts."""
+        partial = self.folder.begin_checkpoint(self.update)
+        await self.worker.save(partial)
+        update = self._update_base + self.worker.updates
+        if self._batch is not None and update > self.update:
+            self._settle(self._batch)
+        self.folder.commit_checkpoint(
+            partial,
+            Progress(
+                update=update,
+                policy_version=self._version_base + self.worker.updates,
+                ledger=self.ledger.totals(),
+                task_position=self.tasks.position,
+                requeued=tuple(task.id for _, task in sorted(self.collector.started_groups.items())),
+                next_order=self.buffer.next_order,
+            ),
+        )
+
+    def report(self) -> TrainReport:
+        """Close the accounts and write report.json."""
+        self.ledger.drop(list(self.ledger.live), "run_ended")
+        self.ledger.check()
+        report = TrainReport(
+            updates=self.update,
+            policy_version=self.policy_version,
+            ledger=self.ledger.totals(),
+            seconds=time.monotonic() - self.started_s,
+            history=tuple(self.history),
+            run_dir=str(self.folder.path),
+        )
+        self.folder.write_json("report.json", report)
+        return report
+
+    def _settle(self, batch: Batch) -> None:
+        self.ledger.train([t.id for g in batch.groups for t in g.trajectories])
+        self.collector.consumed(batch.groups)
+        self._batch = None
+
+
+def _first_version(progress: Progress, served: int) -> int:
+    """Return the policy version to start from; a server that is past the checkpoint keeps counting, never goes back."""
+    is_untouched = served == 0 and progress.update == 0
+    return progress.policy_version if is_untouched or progress.policy_version > served else served + 1
+
+
+def _describe(
+    runtime: Runtime, env: EnvFactory, tasks: Sequence[Task], learner: Learner, config: TrainConfig
+) -> dict[str, Any]:
+    return {
+        "train": config,
+        "learner": repr(learner),
+        "env": getattr(env, "__qualname__", repr(env)),
+        "tasks": len(tasks),
+        "endpoint": repr(runtime.endpoint),
+        "limits": runtime.limits,
+        "sampling": runtime.sampling,
+        "context": repr(runtime.context),
+        "max_concurrent": runtime.slots.total,
+    }
