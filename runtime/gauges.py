@@ -1,7 +1,7 @@
 """What a training run measures about itself, one row per update."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from turngate.envs.base import End
@@ -34,21 +34,21 @@ class RunGauges:
         self._started_s = self._since_s = time.monotonic()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Generator[None]:
         """Time the learner's wait for a batch."""
         began = time.monotonic()
         yield
         self.waiting_s = time.monotonic() - began
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> Generator[None]:
         """Time one update."""
         began = time.monotonic()
         yield
         self.learning_s = time.monotonic() - began
 
     @contextmanager
-    def publishing(self) -> Iterator[None]:
+    def publishing(self) -> Generator[None]:
         """Time one transfer of weights."""
         began = time.monotonic()
         yield

@@ -1,7 +1,7 @@
 """The parts of one training run, wired together, and the steps that its loop takes."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -72,7 +72,7 @@ async def open_run(
     config: TrainConfig,
     *,
     resume: bool,
-) -> AsyncIterator["Run"]:
+) -> AsyncGenerator["Run"]:
     """Start the parts, from the newest checkpoint when resuming; save one more checkpoint when the run is cut short."""
     checkpoint = folder.latest_checkpoint() if resume else None
     if resume and checkpoint is None:

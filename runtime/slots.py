@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from turngate.runtime.errors import ConfigError
@@ -45,7 +45,7 @@ class Slots:
         return self._held_s
 
     @asynccontextmanager
-    async def hold(self, priority: int = 0) -> AsyncIterator[None]:
+    async def hold(self, priority: int = 0) -> AsyncGenerator[None]:
         """Hold one permit; it is given back however the body ends. Cancelling the wait leaves nothing behind."""
         await self._acquire(priority)
         try:

@@ -1,13 +1,13 @@
 """Errors as their cause raised them: users of a coroutine need not know that it ran a task group."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 __all__ = ["single_errors"]
 
 
 @contextmanager
-def single_errors() -> Iterator[None]:
+def single_errors() -> Generator[None]:
     """Raise the first error of an exception group by itself, the others as notes on it; cancellation passes through."""
     try:
         yield

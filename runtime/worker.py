@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -104,7 +104,7 @@ class LearnerWorker:
 
 
 @asynccontextmanager
-async def start_learner(learner: Learner, *, mode: WorkerMode = "process") -> AsyncIterator[LearnerWorker]:
+async def start_learner(learner: Learner, *, mode: WorkerMode = "process") -> AsyncGenerator[LearnerWorker]:
     """Run `learner` in its own process (spawn) or thread until the block ends; leaving it stops the process at once."""
     if mode == "process":
         channel = _ProcessChannel(learner)

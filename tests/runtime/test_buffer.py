@@ -84,7 +84,8 @@ def test_drop_discards_and_reports_what_is_too_old_and_returns_its_place() -> No
 
 def test_drop_keeps_what_is_exactly_at_the_bound() -> None:
     buffer = _buffer(size=1, eta=1, late="drop")
-    buffer.submit(), buffer.submit()
+    buffer.submit()
+    buffer.submit()
     buffer.put(_group(1, 0))
     buffer.put(_group(0, 0))
     assert _taken(buffer) == [1]

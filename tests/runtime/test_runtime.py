@@ -27,8 +27,8 @@ class Buyer:
 
 
 def _runtime(**options: int) -> tuple[Runtime, Buyer]:
-    buyer: ChatEndpoint = Buyer()  # type: ignore[assignment]
-    return Runtime(buyer, **options), buyer
+    buyer: ChatEndpoint = Buyer()
+    return Runtime(buyer, **options), buyer  # type: ignore[return-value]
 
 
 async def test_evaluation_runs_every_task_within_the_slots() -> None:
