@@ -115,12 +115,12 @@ async def test_server_errors_are_retried_until_it_answers():
 
 
 async def test_a_reset_before_the_first_byte_is_retried_at_once_on_a_fresh_connection():
-    async with HostileServer(answer(), reset(), answer("again")) as server, endpoint_at(server) as endpoint:
-        await endpoint.complete(ASK, SAMPLING)
-        completion = await endpoint.complete(ASK, SAMPLING)
-        assert endpoint.statistics().retries == 0  # none of the backed-off kind
-    assert completion.text == "again"
-    assert server.connections == 2
+    behaviours = [answer(), reset(), answer("again"), reset(), answer("and again")]
+    async with HostileServer(*behaviours) as server, endpoint_at(server, max_retries=0) as endpoint:
+        texts = [(await endpoint.complete(ASK, SAMPLING)).text for _ in range(3)]
+    assert texts == ["ok", "again", "and again"]
+    # One; the same again, reset, and a fresh one; a new one, reset, and another fresh one.
+    assert (len(server.requests), server.connections) == (5, 4)
 
 
 async def test_an_idle_connection_that_the_server_closed_costs_no_failure():

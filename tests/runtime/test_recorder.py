@@ -78,8 +78,19 @@ def test_prompts_that_change_their_form_on_the_way_are_compared_exactly():
     recorder.add(completion([1, 2], [3], as_json=True), 0)
     recorder.add(completion([1, 2, 3, 4], [5]), 1)
     recorder.add(completion([1, 2, 3, 4, 5, 6], [7], as_json=True), 2)
+    recorder.add(completion([1, 2, 3, 4, 5, 6, 7, 8], []), 3)
+    recorder.add(completion([1, 2, 3, 4, 5, 6, 7, 8, 9], [10], as_json=True), 4)
     (segment,) = recorder.segments()
-    assert list(segment.ids()) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(segment.ids()) == list(range(1, 11))
+
+
+def test_text_known_before_a_prompt_of_integers_is_not_trusted_after_it():
+    recorder = Recorder()
+    recorder.add(completion([1, 2], [3], as_json=True), 0)
+    recorder.add(completion([1, 2, 3, 4], []), 1)
+    recorder.add(completion([1, 2, 3, 4, 5], [6], as_json=True), 2)
+    (segment,) = recorder.segments()
+    assert list(segment.ids()) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_turn_without_tokens_is_no_reason_not_to_train():
