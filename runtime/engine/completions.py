@@ -42,6 +42,8 @@ __all__ = ["Completions"]
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 
+_TEXT_TOKENS = 16
+"""OpenAI's default length of text completions; chat completions have none."""
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _ENCODER = msgspec.json.Encoder()
@@ -89,8 +91,7 @@ class Completions:
         if ask.echo and ask.stream:
             raise RequestError("echo must not come with stream: true; score prompts without streaming", param="echo")
         prompts = [self._encode(prompt) for prompt in token_id_prompts(ask.prompt)]
-        limit = 16 if ask.max_tokens is None else ask.max_tokens  # OpenAI's default for text completions
-        jobs = [(prompt, self._max_tokens(prompt, limit, "prompt")) for prompt in prompts]
+        jobs = [(prompt, self._max_tokens(prompt, ask.max_tokens, "prompt", _TEXT_TOKENS)) for prompt in prompts]
         with Generation(self._thread, self._requests(ask, jobs, ask.logprobs or 0)) as generation:
             envelope = self._envelope("cmpl")
             if ask.stream:
@@ -132,8 +133,8 @@ class Completions:
             )
         return prompt
 
-    def _max_tokens(self, prompt: Sequence[int], asked: int | None, param: str) -> int:
-        """Return the cap on generated tokens; what a request does not cap runs to the end of the context."""
+    def _max_tokens(self, prompt: Sequence[int], asked: int | None, param: str, default: int | None = None) -> int:
+        """Return the cap on generated tokens; what nothing caps may run to the end of the context."""
         room = self._max_context - len(prompt)
         if room < (1 if asked is None else asked):
             wanted = "" if asked is None else f" and {asked} in the completion (max_tokens)"
@@ -143,7 +144,9 @@ class Completions:
                 param=param,
                 code="context_length_exceeded",
             )
-        return room if asked is None else asked
+        if asked is None:
+            return room if default is None else min(default, room)
+        return asked
 
     def _requests(self, ask: AskT, jobs: Sequence[tuple[list[int], int]], top_logprobs: int) -> list[Request]:
         """Return one batcher request per prompt and choice, the choices of one prompt being neighbours."""

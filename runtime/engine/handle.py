@@ -60,6 +60,7 @@ class Engine:
         self._config = config
         self._mode = mode
         self._start_timeout_s = start_timeout_s
+        self._process: EngineProcess | None = None
         self._death = ""
         self._is_leaving = False
         self.url = ""
@@ -138,7 +139,6 @@ class Engine:
         host_task = asyncio.current_task()
         assert host_task is not None
         self._host_task, self._cancelling = host_task, host_task.cancelling()
-        self._process: EngineProcess | None = None
         async with contextlib.AsyncExitStack() as stack:
             running = self._run_process() if self._mode == "process" else self._run_thread()
             port = await stack.enter_async_context(running)

@@ -90,6 +90,13 @@ async def test_uncapped_chat_may_fill_the_context(http, start_server):
         assert server.fake.requests[0].max_tokens == 64 - 4
 
 
+@pytest.mark.parametrize(("words", "max_tokens"), [(2, 16), (60, 4)])
+async def test_uncapped_text_completion_is_short_and_fits(http, start_server, words, max_tokens):
+    async with start_server() as server:
+        await ask(http, server, "/v1/completions", {"prompt": " ".join(["red"] * words)})
+        assert server.fake.requests[0].max_tokens == max_tokens
+
+
 async def test_tool_calls_are_read_from_the_reply(http, start_server, tokenizer):
     tool = {"type": "function", "function": {"name": "buy", "description": "buys"}}
     for stream in (False, True):
@@ -131,6 +138,17 @@ async def test_completion_takes_texts_and_ids(http, start_server, tokenizer):
         assert all(request.prompt_ids == ids for request in server.fake.requests)
     assert [choice["index"] for choice in told["choices"]] == [0, 1]
     assert told["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_text_continues_the_prompt_with_its_space(http, start_server, echo):
+    body = {"prompt": "under", "logprobs": 0, "max_tokens": 4, "echo": echo}
+    async with start_server() as server:
+        _, told = await ask(http, server, "/v1/completions", body)
+    (choice,) = told["choices"]
+    prompt = "under" if echo else ""
+    assert choice["text"] == prompt + " buy the red one"
+    assert choice["logprobs"]["tokens"] == [prompt] * echo + [" buy", " the", " red", " one"]
 
 
 async def test_echo_scores_the_prompt(http, start_server, tokenizer):
