@@ -1,6 +1,7 @@
 """The documentation stays true: the page about one rollout, and the code that readers copy."""
 
 import ast
+import asyncio
 import importlib
 import inspect
 import json
@@ -13,17 +14,33 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from turngate.envs.shopping import demonstrations
-from turngate.runtime import Endpoint, Runtime
+from turngate.envs.shopping import ShoppingEnv, demonstrations, running_example
+from turngate.learners import GRPO
+from turngate.runtime import (
+    Batch,
+    Buffer,
+    Endpoint,
+    Ledger,
+    Runtime,
+    StalenessLimit,
+    render_transcript,
+    run_rollout,
+    train,
+)
 from turngate.runtime.engine import Engine
 from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.gauges import RunGauges
+from turngate.runtime.metrics import LoopLagMeter
+from turngate.runtime.slots import Slots
+from turngate.runtime.testing import FakeEndpoint
+from turngate.runtime.transcript import write_trajectories
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
 MAX_FILES, MAX_HOPS = 8, 15
 TYPE_HOMES = ("envs/base.py", "runtime/types.py", "runtime/scheduler.py", "learners/batch.py")
-HOP = re.compile(r"^### (\d+)\. `([^`]+)` · `([^`]+)` → (.+)$", re.MULTILINE)
+HOP = re.compile(r"^### (\d+)\. `([^`]+)` · `([^`]+)` → (.+)\n+(?:Reached via `([^`]+)` · `([^`]+)`)?", re.MULTILINE)
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -33,11 +50,20 @@ class Hop(NamedTuple):
     file: str
     function: str
     flows: str
+    via_file: str
+    via_function: str
+
+    @property
+    def callers(self) -> list[tuple[str, str]]:
+        """Functions by which this hop may be reached, as (file, function)."""
+        if self.via_file:
+            return [(self.via_file, self.via_function)]
+        return [(hop.file, hop.function) for hop in hops() if hop.number < self.number]
 
 
 def hops() -> list[Hop]:
     found = HOP.findall((DOCS / "one-rollout.md").read_text())
-    return [Hop(int(number), file, function, flows) for number, file, function, flows in found]
+    return [Hop(int(number), *rest) for number, *rest in found]
 
 
 @cache
@@ -77,6 +103,10 @@ def names_reached(file: str, function: str) -> set[str]:
     return reached
 
 
+def calls(file: str, function: str, called: str) -> bool:
+    return called.rpartition(".")[2] in names_reached(file, function)
+
+
 def test_the_page_about_one_rollout_is_short_enough_to_follow() -> None:
     found = hops()
 
@@ -91,9 +121,11 @@ def test_the_page_about_one_rollout_is_short_enough_to_follow() -> None:
 def test_every_hop_exists_and_is_called_by_one_before_it(hop: Hop) -> None:
     assert hop.function in functions_of(hop.file), f"{hop.file} has no {hop.function}"
 
-    name = hop.function.rpartition(".")[2]
-    before = [earlier for earlier in hops() if earlier.number < hop.number]
-    assert not before or any(name in names_reached(earlier.file, earlier.function) for earlier in before)
+    if hop.number > 1:
+        assert any(calls(file, function, hop.function) for file, function in hop.callers)
+    if hop.via_file:
+        before = [earlier for earlier in hops() if earlier.number < hop.number]
+        assert any(calls(earlier.file, earlier.function, hop.via_function) for earlier in before)
 
 
 def test_every_type_that_flows_is_declared() -> None:
@@ -307,3 +339,50 @@ def test_every_shape_letter_in_the_code_is_explained() -> None:
     used = {letter for name in names if (found := re.fullmatch(r"[a-z].*_([A-Z]{1,4})1?", name)) for letter in found[1]}
 
     assert used <= explained
+
+
+def test_recorded_trajectories_read_as_their_page_says(tmp_path: Path) -> None:
+    page = DOCS / "records.md"
+    names: dict[str, Any] = {}
+    for block in python_blocks(page):
+        exec(block, names)
+    shown = re.search(r"^```\n(trajectory.*?)```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    actions = re.findall(r"^  turn \d  (.+)$", shown[1], re.MULTILINE)
+
+    trajectory = asyncio.run(run_rollout(ShoppingEnv, running_example(), FakeEndpoint(actions), seed=3))
+    write_trajectories(tmp_path / "t.jsonl", [trajectory])
+
+    # Tokens and versions depend on the server; the story does not.
+    assert render_transcript(trajectory).splitlines()[:-1] == shown[1].splitlines()[:-1]
+    assert names["sampled"](tmp_path / "t.jsonl") == [trajectory.policy_tokens]
+    (segments,) = names["read"](tmp_path / "t.jsonl")
+    assert [list(s["token_ids"]) for s in segments] == [list(s.ids()) for s in trajectory.segments]
+    assert [list(s["logprobs"]) for s in segments] == [list(s.logprob_values()) for s in trajectory.segments]
+
+
+def test_the_metrics_of_an_update_are_the_documented_ones() -> None:
+    table = (DOCS / "training.md").read_text().partition("line to `metrics.jsonl`:")[2]
+    documented = {
+        name for cell in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in cell[1:-1].split("`, `")
+    }
+    row = RunGauges(Slots(1), LoopLagMeter()).row(
+        Batch(groups=(), policy_version=0), Buffer(groups_per_batch=1, limit=StalenessLimit()), Ledger()
+    )
+
+    assert documented == row.keys() | {"update", "policy_version"}
+
+
+def test_the_knobs_of_the_readme_exist_with_these_defaults() -> None:
+    homes = {"train": train, "Runtime": Runtime, "GRPO": GRPO}
+    rows = re.findall(r"^\| `(\w+)\((.+?)\)` \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 10
+
+    for home, arguments, shown in rows:
+        parameters = inspect.signature(homes[home]).parameters
+        names = re.findall(r"(\w+)=", re.sub(r"=\w+\(\.\.\.\)", "=", arguments))
+        assert [name for name in names if name not in parameters] == []
+        defaults = [re.sub(r"[`\"]", "", part) for part in shown.split(", ")]
+        for name, default in zip(names, defaults, strict=False):
+            if parameters[name].default is not None and home != "GRPO":
+                assert str(parameters[name].default) == default, name
