@@ -116,7 +116,7 @@ def _of_valid(rewards_N: Tensor, scheme: GroupScheme, batch_std: float | None) -
     if n < 2:
         return (rewards_N if scheme.singleton == "raw" else torch.zeros_like(rewards_N)), True
     spread = float(rewards_N.max() - rewards_N.min())
-    if spread <= _DEGENERATE * max(1.0, float(rewards_N.abs().max())) and scheme.baseline != "none":
+    if spread <= _DEGENERATE * max(1.0, float(rewards_N.abs().max())):
         return torch.zeros_like(rewards_N), True
     deviations_N = rewards_N - rewards_N.mean()
     centred_N = {"none": rewards_N, "mean": deviations_N, "loo": deviations_N * n / (n - 1)}[scheme.baseline]

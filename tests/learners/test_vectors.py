@@ -103,7 +103,7 @@ def scheme(case: Case) -> GroupScheme:
 def group_advantage(case: Case) -> Values:
     rewards = case.real("rewards")
     valid = case.params.get("valid", case.inputs.get("valid"))
-    valid_G = None if valid is None else torch.tensor(valid)
+    valid_G = None if valid is None else torch.tensor(valid).bool()
     result = group_advantages(rewards, valid_G, scheme=scheme(case), batch_std=case.params.get("batch_std"))
     return {
         "advantages": result.advantages_G,
@@ -251,10 +251,12 @@ def prox_loglinear(case: Case) -> Values:
 
 
 def kl(case: Case) -> Values:
-    logp, ratio = case.real("logp").requires_grad_(), case.real("ratio")
-    anchor = (logp - ratio.log()).detach()
+    logp = case.real("logp").requires_grad_()
     terms = kl_terms(logp, case.real("ref"))
-    out: Values = {"k1": terms.k1, "k2": terms.k2, "k3": terms.k3, "k3_is": (logp - anchor).exp() * terms.k3}
+    out: Values = {"k1": terms.k1, "k2": terms.k2, "k3": terms.k3}
+    if "ratio" in case.inputs:
+        anchor = (logp - case.real("ratio").log()).detach()
+        out["k3_is"] = (logp - anchor).exp() * terms.k3
     return out | {f"grad_{name}": gradient(value.sum(), logp) for name, value in out.items()}
 
 
