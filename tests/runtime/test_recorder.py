@@ -5,7 +5,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turngate.runtime.json_ids import JsonIds
+from turngate.runtime import recorder as recorder_module
+from turngate.runtime.json_ids import JsonIds, parse_ids
 from turngate.runtime.recorder import Recorder
 from turngate.runtime.types import NO_TURN, NO_VERSION, Completion
 
@@ -108,3 +109,19 @@ def test_what_is_missing_is_named_once_and_later_turns_are_still_recorded():
     assert recorder.add(completion([1, 2, 9, 3], [4]), 3) == (0, 4, 1)
     assert recorder.untrainable_because == "the server gave no log-probs (turn 1)"
     assert repr(recorder) == "<Recorder 1 segments, 2 policy tokens>"
+
+
+def test_each_turn_parses_its_new_part_only(monkeypatch):
+    parsed = []
+
+    def parse_and_measure(text):
+        parsed.append(len(text))
+        return parse_ids(text)
+
+    monkeypatch.setattr(recorder_module, "parse_ids", parse_and_measure)
+    recorder, prompt = Recorder(), [100] * 10
+    for turn in range(60):
+        recorder.add(completion(prompt, [200] * 5, as_json=True), turn)
+        prompt = [*prompt, *[200] * 5, *[100] * 10]
+    assert set(parsed) == {len("[" + ",".join(["100"] * 10) + "]")}
+    assert len(recorder.segments()) == 1
