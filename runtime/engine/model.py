@@ -145,7 +145,11 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights: embeddings of unit scale, readers of unit gain, writers silent."""
+        """Draw the weights: embeddings of unit scale, readers of unit gain, writers silent.
+
+        The table itself has unit scale, not a small one multiplied up: Adam moves every entry by its learning rate,
+        and a table of scale 0.02 moved that fast is noise (cloning loss after 300 steps 0.56 instead of 0.22).
+        """
         for name, weight in self.named_parameters():
             if name == "embed.weight":
                 weight.normal_(generator=generator)
