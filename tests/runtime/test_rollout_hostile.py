@@ -59,7 +59,7 @@ NAN = (
         (
             status(401, "no key"),
             End.endpoint_error,
-            "EndpointRefused: request must be acceptable to the server: got status 401",
+            "EndpointRefused: request must be acceptable to the server",
         ),
         (status(400, "maximum context length is 8"), End.context_overflow, "request must be acceptable to the server"),
     ],
