@@ -71,7 +71,7 @@ class Task(msgspec.Struct, frozen=True):
     """One problem for an agent. `data` must survive a JSON round trip."""
 
     id: str
-    """Unique within the run; groups and splits are keyed by it."""
+    """Unique within the run."""
     prompt: str = ""
     """The task in words, for people and transcripts."""
     data: dict[str, Any] = {}
@@ -129,7 +129,8 @@ class Step(msgspec.Struct, frozen=True):
     rewards: dict[str, float] = {}
     """Named components, finite. `outcome` is the gold reward; shaping gets names of its own."""
     end: End | None = None
-    """A terminal end when the task is over, None while it goes on."""
+    """A terminal end when the task is over, a truncation when the environment itself cuts it short, None while it goes
+    on. Never a failure: raise an exception for that."""
     valid: bool = True
     """False when the environment could not make sense of the action."""
     state: dict[str, Any] | None = None

@@ -30,6 +30,7 @@ async def main(args: argparse.Namespace) -> dict[str, object]:
     began = time.monotonic()
     run_dir = Path(args.run_dir or f"runs/shopping-{time.strftime('%Y%m%d-%H%M%S')}")
     print("1. Warm start: cloning a scripted shopper that overlooks half of what is wrong with an item ...", flush=True)
+    print(f"   run folder {run_dir}", flush=True)
     model = run_dir / "warm-start"
     if not args.resume:
         shopping_policy(model, seed=args.seed)
@@ -87,10 +88,14 @@ if __name__ == "__main__":
     parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
+    if arguments.resume and not arguments.run_dir:
+        parser.error("--resume needs the --run-dir to go on with")
     try:
         figures = json.dumps(asyncio.run(main(arguments)))
     except KeyboardInterrupt:
-        raise SystemExit("\nstopped; a checkpoint was written: go on with --resume --run-dir RUN_DIR") from None
+        raise SystemExit(
+            "\nstopped; go on from the newest checkpoint with --resume --run-dir and the folder above"
+        ) from None
     if arguments.json:
         Path(arguments.json).write_text(figures + "\n")
     print(figures)

@@ -4,6 +4,8 @@ Where the learner's own version produced a token, both compute the same log-prob
 context, so any difference is a bug: wrong alignment, wrong template, wrong temperature, torn weights.
 """
 
+import math
+
 import msgspec
 from torch import Tensor
 
@@ -18,8 +20,9 @@ class ParityReport(msgspec.Struct, frozen=True):
 
     tokens: int
     """Number of tokens compared."""
-    max_abs: float = 0.0
-    mean_abs: float = 0.0
+    max_abs: float = math.nan
+    mean_abs: float = math.nan
+    """NaN when there was nothing to compare."""
     worst: str = ""
     """Where the largest difference is, with both values."""
 

@@ -1,18 +1,18 @@
 """Everything Turngate raises, by the boundary the error crossed.
 
-    TurngateError
-    ├── ConfigError     (ValueError)    what the user asked for cannot work
-    ├── EndpointError   (RuntimeError)  the inference server failed or answered nonsense
-    │   ├── EndpointTimeout (TimeoutError)
-    │   ├── EndpointRefused             the server said no (4xx): retrying cannot help
-    │   │   └── ContextOverflow         because the prompt is longer than the model's context
-    │   └── MalformedReply              the server answered, but not with what was asked for
-    ├── EnvError        (RuntimeError)  the environment raised or hung
-    ├── ToolError       (RuntimeError)  a tool raised or hung
-    ├── LearnerError    (RuntimeError)  the learner failed or its process died
-    ├── PublishError    (RuntimeError)  new weights did not reach the server; the old version still serves
-    ├── RecordError     (ValueError)    a record contradicts itself
-    └── StalenessError  (RuntimeError)  a token older than the bound reached a batch: a bug, never data
+TurngateError
+├── ConfigError     (ValueError)    what the user asked for cannot work
+├── EndpointError   (RuntimeError)  the inference server failed or answered nonsense
+│   ├── EndpointTimeout (TimeoutError)
+│   ├── EndpointRefused             the server said no (4xx): retrying cannot help
+│   │   └── ContextOverflow         because the prompt is longer than the model's context
+│   └── MalformedReply              the server answered, but not with what was asked for
+├── EnvError        (RuntimeError)  the environment raised or hung
+├── ToolError       (RuntimeError)  a tool raised or hung
+├── LearnerError    (RuntimeError)  the learner failed or its process died
+├── PublishError    (RuntimeError)  new weights did not reach the server; the old version still serves
+├── RecordError     (ValueError)    a record contradicts itself
+└── StalenessError  (RuntimeError)  a token older than the bound reached a batch: a bug, never data
 """
 
 __all__ = [

@@ -9,7 +9,7 @@ from turngate.envs.base import End
 from turngate.runtime.metrics import wilson_interval
 from turngate.runtime.types import Trajectory
 
-__all__ = ["Evaluation", "summarise"]
+__all__ = ["Evaluation", "summarise_episodes"]
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float
     mean_turns: float
     mean_policy_tokens: float
+    first_error: str
+    """What failed first, when the machinery failed; empty otherwise."""
     trajectories: tuple[Trajectory, ...]
 
     @property
@@ -35,7 +37,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         low, high = self.interval
-        failed = f", {self.failed} failed by the machinery" if self.failed else ""
+        failed = f", {self.failed} failed by the machinery, first: {self.first_error}" if self.failed else ""
         return f"{self.success:.3f} [{low:.3f}, {high:.3f}] (n = {self.scored}{failed})"
 
     def figures(self) -> dict[str, float | dict[str, int]]:
@@ -53,7 +55,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def summarise(trajectories: Sequence[Trajectory]) -> Evaluation:
+def summarise_episodes(trajectories: Sequence[Trajectory]) -> Evaluation:
     """Summarise episodes. Means are over scored episodes; 0 when there are none."""
     scored = [t for t in trajectories if not t.end.is_failure]
     successes = sum(t.end is End.success for t in scored)
@@ -67,5 +69,6 @@ def summarise(trajectories: Sequence[Trajectory]) -> Evaluation:
         mean_reward=sum(t.reward for t in scored) / count,
         mean_turns=sum(len(t.turns) for t in scored) / count,
         mean_policy_tokens=sum(t.policy_tokens for t in scored) / count,
+        first_error=next((t.error for t in trajectories if t.end.is_failure), ""),
         trajectories=tuple(trajectories),
     )

@@ -12,7 +12,8 @@ class Learner(Protocol):
     """Turns batches into weights. Knows nothing of asyncio, HTTP or environments.
 
     An instance is sent to its worker process by pickling before `load`, so it must be light until then:
-    build models and optimizers in `load`.
+    build models and optimizers in `load`. A learner that forms ratios may say in an attribute `sampling` which
+    distribution it takes the rollouts to be drawn from; `train` then refuses a runtime that samples another one.
     """
 
     def load(self, folder: Path | None) -> None:

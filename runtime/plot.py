@@ -34,7 +34,9 @@ def plot_run(run_dir: str | Path, *, marks: dict[str, float] | None = None) -> P
             axes.plot(updates, [row[key] for row in rows], label=label, linewidth=1.2)
         if title == "success":
             for position, (label, value) in enumerate((marks or {}).items()):
-                axes.axhline(value, linestyle="--", linewidth=1, color=f"C{position + 1}", label=f"{label}: {value:.2f}")
+                axes.axhline(
+                    value, linestyle="--", linewidth=1, color=f"C{position + 1}", label=f"{label}: {value:.2f}"
+                )
             axes.set_ylim(0, 1)
         axes.set(title=title, xlabel="policy update", ylabel=unit)
         axes.grid(alpha=0.3)

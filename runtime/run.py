@@ -210,13 +210,15 @@ class Run:
                 policy_version=self._version_base + self.worker.updates,
                 ledger=self.ledger.totals(),
                 task_position=self.tasks.position,
-                requeued=tuple(task.id for _, task in sorted(self.collector.started_groups.items())),
+                requeued=self.collector.unfinished() + self.tasks.waiting(),
                 next_order=self.buffer.next_order,
             ),
         )
 
     def report(self) -> TrainReport:
         """Close the accounts and write report.json."""
+        with suppress(OSError):
+            (self.folder.path / "weights").rmdir()
         self.ledger.drop(list(self.ledger.live), "run_ended")
         self.ledger.check()
         report = TrainReport(

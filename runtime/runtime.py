@@ -8,7 +8,7 @@ import anyio
 from turngate.envs.base import EnvFactory, Task
 from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
-from turngate.runtime.evaluation import Evaluation, summarise
+from turngate.runtime.evaluation import Evaluation, summarise_episodes
 from turngate.runtime.events import EvaluationFinished, Events
 from turngate.runtime.rollout import Limits, run_rollout
 from turngate.runtime.seeds import derive_seed
@@ -100,7 +100,7 @@ class Runtime:
         async with anyio.create_task_group() as tg:
             for index, task in enumerate(tasks):
                 tg.start_soon(run_one, index, task)
-        evaluation = summarise([t for t in trajectories if t is not None])
+        evaluation = summarise_episodes([t for t in trajectories if t is not None])
         if (hear := self.events.evaluation_finished) is not None:
             hear(
                 EvaluationFinished(

@@ -70,6 +70,10 @@ class TaskStream:
         self.position += 1
         return self._tasks[self._order[index]]
 
+    def waiting(self) -> tuple[str, ...]:
+        """Return the ids of requeued tasks that were not drawn again yet."""
+        return tuple(task.id for task in self._requeued)
+
     def requeue(self, task: Task) -> None:
         """Put a task back; it goes before the next epoch's."""
         self._requeued.append(task)
@@ -121,6 +125,10 @@ class Collector:
         self._ledger.drop([t.id for t in group.trajectories], "stale")
         staleness = self._buffer.policy_version - group.version_range()[0]
         self._give_up(group.order, group.task, "stale", group.trajectories, staleness)
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Return the task ids of groups that were submitted and not yet trained on, oldest first."""
+        return tuple(task.id for _, task in sorted(self.started_groups.items()))
 
     def consumed(self, groups: Sequence[Group]) -> None:
         """Forget groups that the learner has trained on."""

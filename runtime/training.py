@@ -13,6 +13,7 @@ from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.staleness import LatePolicy, StalenessLimit
+from turngate.runtime.types import Sampling
 from turngate.runtime.unwrap import single_errors
 from turngate.runtime.weights import WeightPublisher
 from turngate.runtime.worker import WorkerMode
@@ -53,6 +54,7 @@ async def train(
     publisher = publisher or runtime.endpoint.publisher
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
+    _check_sampling(runtime.sampling, getattr(learner, "sampling", None))
     config = TrainConfig(
         updates=updates,
         groups_per_batch=groups_per_batch,
@@ -81,3 +83,15 @@ async def train(
                         await run.checkpoint()
                 tg.cancel_scope.cancel()
     return run.report()
+
+
+def _check_sampling(ours: Sampling, learners: Sampling | None) -> None:
+    if learners is None:
+        return
+    for name in ("temperature", "top_p", "top_k"):
+        sampled, expected = getattr(ours, name), getattr(learners, name)
+        if sampled != expected:
+            raise ConfigError(
+                f"the learner must know how rollouts are sampled: it expects {name} {expected}, the runtime samples at "
+                f"{sampled}; pass the same Sampling to both"
+            )

@@ -179,7 +179,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...] = ()
     """The whole history, for people; training never reads it."""
     last_context: bytes = b""
-    """int32 ids of the context after the last step, for bootstrapping a truncation; empty when not known."""
+    """int32 ids of the last prompt with its completion; empty when not known. What the environment answered last is not
+    in it: no server has tokenised that."""
     trainable: bool = True
     """False when the server gave no token ids or log-probs; `untrainable_because` says which."""
     untrainable_because: str = ""

@@ -1,5 +1,7 @@
 """How an engine is run: one frozen value that also crosses into its process."""
 
+from typing import Literal
+
 import msgspec
 
 from turngate.runtime.errors import ConfigError
@@ -24,6 +26,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences decoded together."""
     max_waiting: int = 8192
     """Sequences that may wait for a place; beyond it requests are answered 429."""
+    on_update: Literal["recompute", "keep"] = "recompute"
+    """After a weight update, running sequences have their cache recomputed, so that each token's log-prob is exactly
+    its version's; `keep` goes on with the old cache, which is faster and makes those tokens a mixture."""
     max_body_bytes: int = 32 * 2**20
     """Larger requests are answered 413."""
     keep_alive_s: float = 3600.0

@@ -79,6 +79,7 @@ class Engine:
         model_name: str = "policy",
         max_running: int = 128,
         max_waiting: int = 8192,
+        on_update: Literal["recompute", "keep"] = "recompute",
         seed: int | None = None,
         start_timeout_s: float = 60.0,
     ) -> "Engine":
@@ -102,6 +103,7 @@ class Engine:
             policy_version=policy_version,
             max_running=max_running,
             max_waiting=max_waiting,
+            on_update=on_update,
             seed=seed,
         )
         return cls(model, tokenizer, config.validated(), mode, start_timeout_s)

@@ -78,7 +78,9 @@ class EngineServer:
         self._config = config.validated()
         check_vocabulary(model, tokenizer)
         self._model = model
-        batching = BatcherConfig(max_running=config.max_running, max_waiting=config.max_waiting)
+        batching = BatcherConfig(
+            max_running=config.max_running, max_waiting=config.max_waiting, on_update=config.on_update
+        )
         if config.seed is not None:
             batching = msgspec.structs.replace(batching, seed=config.seed)
         batcher = Batcher(model, tokenizer, batching, policy_version=config.policy_version)

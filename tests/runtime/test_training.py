@@ -108,7 +108,7 @@ async def test_training_trains_every_batch_and_accounts_for_every_rollout(tmp_pa
     assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
     assert json.loads((tmp_path / "report.json").read_text())["policy_version"] == 5
     assert (tmp_path / "checkpoints" / "update-000005" / "count").read_text() == "5"
-    assert not list((tmp_path / "weights").iterdir())
+    assert not (tmp_path / "weights").exists()
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["train"]["updates"], config["env"], config["limits"]["max_turns"]) == (5, "Walk", 8)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
