@@ -21,21 +21,21 @@ class Guess:
         if action.text == str(self.secret):
             return Step(Observation("right"), {"outcome": 1.0}, End.success)
         answer = Observation("higher" if action.text < str(self.secret) else "lower")
-        return Step(answer, end=End.failure if self.left == 0 else None, valid=action.text.isdigit())
+        return Step(answer, end=None if self.left else End.failure)
 
     async def aclose(self) -> None: ...
 
 
 async def main(folder: Path) -> None:
-    tasks = [Task(id=str(n), data={"secret": n}) for n in range(1, 9)]
-    turns = [("user", random.choice(["guess", "higher", "lower"])), ("assistant", "1")]
-    demos = [[(r, random.choice("12345678") if r == "assistant" else t) for r, t in turns * 3] for _ in range(500)]
+    tasks = [Task(id=f"{n}/{copy}", data={"secret": n}) for n in range(1, 9) for copy in range(32)]
+    script = (("user", ["guess", "higher", "lower"]), ("assistant", "12345678")) * 3
+    demos = [[(role, random.choice(words)) for role, words in script] for _ in range(500)]
     model = clone(demos, folder / "model", config=CloningConfig(steps=60))  # it can write a number, any number
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint)
         show_progress(runtime.events, every=10)
-        await train(runtime, Guess, tasks, learner=GRPO(model), updates=60, run_dir=folder / "run")
-        print(await runtime.evaluate(Guess, [Task(f"{t.id}/{n}", data=t.data) for t in tasks for n in range(32)]))
+        await train(runtime, Guess, tasks, learner=GRPO(model), updates=100, run_dir=folder / "run")
+        print(await runtime.evaluate(Guess, tasks))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ WorkerMode: TypeAlias = Literal["process", "thread"]
 # busy cores it ran 2-4 times slower.
 _CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _WAITING_CALLS = 4  # threads: one call at work, and one or two after a cancellation
+_ADVICE = {
+    True: "if it never started, put the script's entry under `if __name__ == '__main__':`, since the process imports it",
+    False: "resume from the last checkpoint",
+}
 _SWITCH_INTERVAL_S = 0.0005  # at the default 5 ms, two compute threads starve each other
 
 
@@ -195,7 +199,7 @@ class _ProcessChannel:
             self._process.join(timeout=5)
             raise LearnerError(
                 f"the learner process died (exit code {self._process.exitcode}) during {type(request).__name__[1:]}; "
-                "its last words are on stderr; resume from the last checkpoint"
+                f"its last words are on stderr; {_ADVICE[isinstance(request, _Load)]}"
             ) from error
 
     def close(self) -> None:
