@@ -33,7 +33,7 @@ WorkerMode: TypeAlias = Literal["process", "thread"]
 _CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _WAITING_CALLS = 4  # threads: one call at work, and one or two after a cancellation
 _ADVICE = {
-    True: "if it never started, put the script's entry under `if __name__ == '__main__':`, since the process imports it",
+    True: "if it never started, guard the script's entry by `if __name__ == '__main__':`, since the process imports it",
     False: "resume from the last checkpoint",
 }
 _SWITCH_INTERVAL_S = 0.0005  # at the default 5 ms, two compute threads starve each other
