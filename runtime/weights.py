@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from turngate.runtime.errors import ConfigError, PublishError
+from turngate.runtime.files import write_atomically
 
 __all__ = ["EnginePublisher", "FolderPublisher", "WeightPublisher"]
 
@@ -135,7 +136,7 @@ class FolderPublisher:
         name = f"policy-{policy_version:08d}.safetensors"
         _copy_whole(path, self._folder / name)
         pointer = json.dumps({"policy_version": policy_version, "file": name}).encode()
-        _write_whole(pointer, self._folder / "latest.json")
+        write_atomically(self._folder / "latest.json", pointer)
         if self._keep is not None:
             for old in sorted(self._folder.glob("policy-*.safetensors"))[: -self._keep]:
                 old.unlink(missing_ok=True)
@@ -171,23 +172,8 @@ def _copy_whole(source: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         shutil.copyfile(source, temporary)
-        _sync(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _write_whole(data: bytes, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_bytes(data)
-        _sync(temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Bring the content to the disk, so that a power cut cannot leave a renamed but empty file."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

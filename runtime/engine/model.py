@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from turngate.runtime.engine.files import write_atomically
 from turngate.runtime.engine.packing import Packed, Queries
 from turngate.runtime.errors import ConfigError, PublishError
+from turngate.runtime.files import write_atomically
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "ModelConfig", "PolicyModel", "Scores", "apply_rope", "norm", "read_weights"]
 

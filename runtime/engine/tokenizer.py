@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from turngate.runtime.engine.files import write_atomically
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.files import write_atomically
 
 __all__ = ["SPECIAL_TOKENS", "StreamDecoder", "Tokenizer"]
 
