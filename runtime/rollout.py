@@ -21,7 +21,7 @@ from turngate.runtime.closing import close_env
 from turngate.runtime.context import Context, History, full
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.endpoint import ChatEndpoint
-from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EnvError, ToolError
+from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EnvError, ToolError, TurngateError
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.recorder import Recorder
 from turngate.runtime.seeds import derive_seed
@@ -36,7 +36,8 @@ _UNHEARD = Events()
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Where collection stops. Reaching a limit of turns, tokens or time truncates the episode: the task could go on."""
+    """Where collection stops. Reaching a limit of turns, tokens or the rollout's time truncates the episode: the task
+    could go on. Reaching the limit of one call means that something hangs: a failure, refilled and never trained on."""
 
     max_turns: int = 16
     max_policy_tokens: int | None = None
@@ -48,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tool_timeout_s: float = 120.0
     """One reset or step of the environment; running into it is an env_error."""
     turn_timeout_s: float = 900.0
-    """One turn as a whole, context function included."""
+    """One turn as a whole, context function included; running into it is the failure of whatever it waited for."""
     rollout_timeout_s: float = 3600.0
     close_timeout_s: float = 10.0
     """Closing the environment; it is abandoned after that."""
@@ -198,8 +199,8 @@ class _Episode:
                 self._limit_s, self._limit_what = rollout_end_s, "rollout"
             # 2. Decide what the model sees, and sample what it does.
             snapshot = await self._snapshot() if self._keep_snapshots else None
-            self._deadline.set(self._limit_s, self._limit_what)
-            sampled = await self._sample(history, sampling, turn)
+            shown = await self._shown(history)
+            sampled = await self._sample(shown, sampling, turn)
             if self._is_too_long(sampled.completion):
                 return End.context_overflow
             # 3. Record it before anything else can fail.
@@ -238,13 +239,24 @@ class _Episode:
             return None
         return self._sampling if left >= self._sampling.max_tokens else _shortened(self._sampling, left)
 
-    async def _sample(self, history: History, sampling: Sampling, turn: int) -> "_Sampled":
-        shown = self._context(history)
-        if type(shown) is not list and inspect.isawaitable(shown):
-            shown = await shown
+    async def _shown(self, history: History) -> Sequence[Message]:
+        """Return what the context function shows of the history; whatever it raises becomes a ToolError."""
+        self._wait_for("context")
+        try:
+            shown = self._context(history)
+            if type(shown) is not list and inspect.isawaitable(shown):
+                shown = await shown
+        except (TurngateError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise ToolError(f"the context function must not raise: got {describe_error(error)}") from error
+        return cast(Sequence[Message], shown)
+
+    async def _sample(self, shown: Sequence[Message], sampling: Sampling, turn: int) -> "_Sampled":
+        self._wait_for("completion")
         asked_s = self._now()
         completion = await self._endpoint.complete(
-            cast(Sequence[Message], shown),
+            shown,
             sampling,
             seed=derive_seed(self._seed, "sampler", turn),
             tools=self._tools,
@@ -274,6 +286,10 @@ class _Episode:
             tell(TurnFinished(self._id, turn))
         return step.end
 
+    def _wait_for(self, what: str) -> None:
+        """Set the deadline of the turn or the rollout, whichever is nearer; the turn's names what it waits for."""
+        self._deadline.set(self._limit_s, what if self._limit_what == "turn" else self._limit_what)
+
     async def _snapshot(self) -> Snapshot:
         snapshot = await self._in_env("snapshot", cast(SnapshotEnv, self._env).snapshot)
         check_snapshot(snapshot)
@@ -285,7 +301,7 @@ class _Episode:
         if tool_end_s < self._limit_s:
             self._deadline.set(tool_end_s, f"env.{what}")
         else:
-            self._deadline.set(self._limit_s, self._limit_what)
+            self._wait_for(f"turn.{what}")
         try:
             return await call(*args, **kwargs)
         except asyncio.CancelledError as error:
@@ -371,13 +387,16 @@ class _Sampled:
 
 
 _TIMEOUTS = {
-    "turn": (End.timeout, "turn_timeout_s"),
     "rollout": (End.timeout, "rollout_timeout_s"),
+    "context": (End.tool_error, "turn_timeout_s"),
+    "completion": (End.endpoint_error, "turn_timeout_s"),
+    "turn.step": (End.env_error, "turn_timeout_s"),
+    "turn.snapshot": (End.env_error, "turn_timeout_s"),
     "env.reset": (End.env_error, "tool_timeout_s"),
     "env.step": (End.env_error, "tool_timeout_s"),
     "env.snapshot": (End.env_error, "tool_timeout_s"),
 }
-"""What running into each deadline means: a hanging environment is a failure, a slow episode is cut short."""
+"""What running into each deadline means: a hanging server or environment is a failure, a slow episode is cut short."""
 
 
 def _shortened(sampling: Sampling, max_tokens: int) -> Sampling:

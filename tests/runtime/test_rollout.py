@@ -19,6 +19,7 @@ from turngate.runtime.errors import (
     ToolError,
 )
 from turngate.runtime.events import Event, Events, RolloutFinished, RolloutStarted, TurnFinished
+from turngate.runtime.recorder import Recorder
 from turngate.runtime.rollout import Limits, run_rollout
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.testing import FakeEndpoint, run_virtual
@@ -236,9 +237,9 @@ class SlowEnv(EchoEnv):
 
 def test_turn_timeout_keeps_the_sampled_action_without_an_answer():
     trajectory = play(SlowEnv, limits=Limits(turn_timeout_s=9))
-    assert (trajectory.end, trajectory.ended_s) == (End.timeout, 9.0)
-    assert (
-        trajectory.error == "turn must finish within 9 s: it did not (Limits.turn_timeout_s) (trajectory t1.0, turn 0)"
+    assert (trajectory.end, trajectory.ended_s) == (End.env_error, 9.0)
+    assert trajectory.error == (
+        "turn.step must finish within 9 s: it did not (Limits.turn_timeout_s) (trajectory t1.0, turn 0)"
     )
     assert [(turn.text, turn.observation, turn.rewards) for turn in trajectory.turns] == [("one", "", {})]
     assert trajectory.messages[-1] == Message("assistant", "one")
@@ -250,14 +251,23 @@ def test_rollout_timeout_truncates_in_the_middle_of_a_later_turn():
     assert (trajectory.end, trajectory.ended_s, len(trajectory.turns)) == (End.timeout, 15.0, 2)
 
 
+def test_a_context_function_that_raises_fails_the_rollout_alone():
+    def broken(history):
+        raise OSError("no summary today")
+
+    trajectory = play(context=broken)
+    assert trajectory.end is End.tool_error
+    assert "the context function must not raise: got OSError" in trajectory.error
+
+
 def test_turn_timeout_covers_slow_context_functions_and_models():
     async def dawdle(history):
         await asyncio.sleep(100)
 
-    assert play(context=dawdle, limits=Limits(turn_timeout_s=5)).end is End.timeout
+    assert play(context=dawdle, limits=Limits(turn_timeout_s=5)).end is End.tool_error
     slow = FakeEndpoint(["one"], latency_s=100)
     trajectory = play(endpoint=slow, limits=Limits(turn_timeout_s=5))
-    assert (trajectory.end, slow.in_flight, trajectory.turns) == (End.timeout, 0, ())
+    assert (trajectory.end, slow.in_flight, trajectory.turns) == (End.endpoint_error, 0, ())
 
 
 # Failures of the machinery: recorded, with the reason.
@@ -353,14 +363,15 @@ def test_an_endpoint_that_fails_is_an_endpoint_error_and_keeps_the_turns_before(
     assert trajectory.error == f"{type(error).__name__}: {error} (trajectory t1.0, turn 1)"
 
 
-def test_a_bug_of_ours_propagates_and_the_environment_is_closed():
+def test_a_bug_of_ours_propagates_and_the_environment_is_closed(monkeypatch):
     factory = Kept(EchoEnv)
 
-    def broken(history):
+    def broken(recorder, completion, turn):
         raise KeyError("bug")
 
+    monkeypatch.setattr(Recorder, "add", broken)
     with pytest.raises(KeyError, match="bug"):
-        run_virtual(run_rollout(factory, TASK, FakeEndpoint(["one"]), context=broken))
+        run_virtual(run_rollout(factory, TASK, FakeEndpoint(["one"])))
     assert factory.envs[0].closed == 1
 
 
