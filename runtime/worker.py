@@ -87,8 +87,7 @@ class LearnerWorker:
     async def update(self, batch: Batch) -> UpdateReport:
         """Take one update and return its report."""
         reply = await self._call(_Update(batch))
-        if reply.report is None:
-            raise LearnerError("update must return an UpdateReport: got None; see the Learner protocol")
+        assert reply.report is not None, "a reply to an update without error holds its report"
         return reply.report
 
     async def save_weights(self, path: Path) -> None:
@@ -142,6 +141,7 @@ class _Host:
                 case _Update(batch):
                     report = self._learner.update(batch)
                     self._updates += 1
+                    report = _plain(report)
                 case _SaveWeights(path):
                     self._learner.save_weights(Path(path))
                 case _Save(folder):
@@ -150,6 +150,19 @@ class _Host:
             told = "".join(traceback.format_exception(error)).rstrip()
             return _Reply(self._updates, error=f"learner failed in {type(request).__name__[1:]}: {error}\n{told}")
         return _Reply(self._updates, report)
+
+
+def _plain(report: object) -> UpdateReport:
+    """Return the report with metrics that msgpack and JSON can hold: learners also return NumPy numbers and tensors."""
+    if not isinstance(report, UpdateReport):
+        raise LearnerError(f"update must return an UpdateReport: got {report!r}; see the Learner protocol")
+    metrics: dict[str, float] = {}
+    for name, value in report.metrics.items():
+        try:
+            metrics[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise LearnerError(f"metrics must be numbers: got {value!r} for {name!r}; return one float each") from error
+    return UpdateReport(metrics)
 
 
 class _ThreadChannel:

@@ -1,11 +1,14 @@
 import asyncio
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
+import torch
 
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.testing.learner import CountingLearner
-from turngate.runtime.types import Batch
+from turngate.runtime.types import Batch, UpdateReport
 from turngate.runtime.worker import WorkerMode, start_learner
 
 EMPTY = Batch(groups=(), policy_version=0)
@@ -33,6 +36,43 @@ async def test_an_error_in_the_learner_arrives_with_its_traceback(mode: WorkerMo
     async with start_learner(CountingLearner(fail_at=0), mode=mode) as worker:
         await worker.load(None)
         with pytest.raises(LearnerError, match=r"learner failed in Update: told to fail[\s\S]*learner.py"):
+            await worker.update(EMPTY)
+
+
+class ReportingLearner(CountingLearner):
+    """Returns what it is told to."""
+
+    def __init__(self, report: object) -> None:
+        super().__init__()
+        self.report = report
+
+    def update(self, batch: Batch) -> UpdateReport:
+        return cast(UpdateReport, self.report)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_metrics_arrive_as_floats_whatever_numbers_the_learner_returns(mode: WorkerMode) -> None:
+    metrics = {"numpy": np.float32(0.5), "tensor": torch.tensor(2.0), "int": 3}
+    async with start_learner(ReportingLearner(UpdateReport(cast(dict[str, float], metrics))), mode=mode) as worker:
+        report = await worker.update(EMPTY)
+    assert report.metrics == {"numpy": 0.5, "tensor": 2.0, "int": 3.0}
+    assert {type(value) for value in report.metrics.values()} == {float}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_metric_that_is_no_number_is_named_and_the_learner_goes_on(mode: WorkerMode, tmp_path: Path) -> None:
+    metrics = {"loss": torch.zeros(2)}
+    async with start_learner(ReportingLearner(UpdateReport(cast(dict[str, float], metrics))), mode=mode) as worker:
+        await worker.load(None)
+        with pytest.raises(LearnerError, match=r"metrics must be numbers: got tensor.* for 'loss'"):
+            await worker.update(EMPTY)
+        assert worker.updates == 1  # the update itself took place
+        await worker.save_weights(tmp_path / "weights")
+
+
+async def test_an_update_without_a_report_is_an_error() -> None:
+    async with start_learner(ReportingLearner(None), mode="thread") as worker:
+        with pytest.raises(LearnerError, match="must return an UpdateReport: got None"):
             await worker.update(EMPTY)
 
 
