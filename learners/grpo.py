@@ -48,8 +48,10 @@ class GRPO:
     clip: tuple[float, float] | Clip = (0.2, 0.28)
     """Offsets below and above ratio 1."""
     off_policy: OffPolicy = "decoupled"
+    """What bridges the gap between sampler and policy; `none` is plain REINFORCE, without ratio and clip."""
     correction: Correction | None = None
-    """Weights of `decoupled` and `reinforce`; None stands for token-level truncation at 2."""
+    """Weights of `decoupled` and `reinforce`; None stands for token-level truncation at 2, and
+    `Correction(lower=1.0, upper=1.0)` for no correction under the same clip."""
     aggregation: Aggregation | Literal["auto"] = "auto"
     """`auto`: token_mean when every trajectory is one segment, else traj_mean."""
     length_constant: float | None = None

@@ -19,11 +19,13 @@ __all__ = ["KLPlace", "Objective", "OffPolicy", "UpdateData"]
 
 OffPolicy: TypeAlias = Literal["decoupled", "bypass", "reinforce", "none"]
 """`decoupled`: clip around the policy at the start of the update, weigh it over the sampler (AReaL). `bypass`: clip
-around the sampler itself. `reinforce`: no clip, weigh current over sampler. `none`: pretend the data is on-policy;
-a negative control."""
+around the sampler itself. `reinforce`: no clip, weigh current over sampler. `none`: plain REINFORCE, -A * logprob,
+without weight, ratio or clip, as if the data were on-policy and this the only step on it; `clip` has no effect then.
+To leave out the correction alone, use `decoupled` with `Correction(lower=1.0, upper=1.0)`: all weights are 1, ratio and
+clip stay."""
 KLPlace: TypeAlias = Literal["reward", "loss_k2", "loss_ratio_k3"]
-"""`reward`: subtract k1, detached, from the return. The others differentiate an estimator whose gradient is that of
-KL(current || reference); k1 in the loss has none and is not offered."""
+"""`reward`: subtract k1, detached, from the return, in groups whose returns differ without it. The others differentiate
+an estimator whose gradient is that of KL(current || reference); k1 in the loss has none and is not offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,11 @@ class Objective:
 
     def active_mask(self, data: UpdateData, mask_N: Tensor) -> Tensor:
         """Return which tokens of a step can move the policy at all; rows without any are left out of the passes."""
+        has_advantage_N = data.advantages_N != 0
         if self.has_kl_loss or self.entropy_coef != 0:
-            return mask_N & ~data.is_silent_N
-        return mask_N & (data.advantages_N != 0)
+            # A lone member that keeps its reward has an advantage in a group that is degenerate.
+            return mask_N & (has_advantage_N | ~data.is_silent_N)
+        return mask_N & has_advantage_N
 
     def importance(self, data: UpdateData, mask_N: Tensor) -> Tensor:
         """Return the weights of proximal over behaviour for one optimizer step, before it is cut into passes."""

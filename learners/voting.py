@@ -38,7 +38,7 @@ class BatchAdvantages:
     keep: list[list[bool]]
     """Per group and member: whether its tokens belong in the loss."""
     is_degenerate_Q: torch.Tensor
-    """bool (groups,)."""
+    """bool (groups,): the rewards, without penalties, do not tell the members apart."""
     metrics: dict[str, float]
 
 
@@ -54,13 +54,11 @@ def assess(
 
     Members that failed or were cut short neither vote nor train. A group with fewer than
     max(2, min_group_fraction * size) members left is dropped whole and counted: what is left of it is a biased sample.
-    Args: penalties_I: subtracted from the returns before anything else, so that baseline and advantage see the same.
+    Args: penalties_I: subtracted from the returns, so that baseline and advantage see the same. Which groups are
+    degenerate, and the metrics, are told from the returns without them.
     Raises: RecordError: a return is infinite.
     """
     rewards = [_rewards(group) for group in batch.groups]
-    if penalties_I is not None:
-        sizes = [len(r) for r in rewards]
-        rewards = [r - p for r, p in zip(rewards, penalties_I.to(torch.float64).split(sizes), strict=True)]
     valid: list[torch.Tensor] = []
     n_short = 0
     for group, rewards_G in zip(batch.groups, rewards, strict=True):
@@ -68,14 +66,31 @@ def assess(
         is_short = int((valid_G & ~rewards_G.isnan()).sum()) < max(2.0, min_group_fraction * len(valid_G))
         n_short += is_short and len(valid_G) > 1
         valid.append(torch.zeros_like(valid_G) if is_short and len(valid_G) > 1 else valid_G)
-    std = batch_reward_std(rewards, valid) if scheme.scale == "batch" else None
-    results = [group_advantages(r, v, scheme=scheme, batch_std=std) for r, v in zip(rewards, valid, strict=True)]
+    results = _compare(rewards, valid, scheme)
+    advantages = [r.advantages_G for r in results]
+    if penalties_I is not None:
+        penalties = penalties_I.to(torch.float64).split([len(r) for r in rewards])
+        penalised = _compare([r - p for r, p in zip(rewards, penalties, strict=True)], valid, scheme)
+        # Where the rewards say nothing, differences of the penalty are no signal either: divided by their own
+        # deviation they would push as hard as a success (huggingface/trl#7068). A lone member that keeps its reward
+        # has no such divisor.
+        advantages = [
+            r.advantages_G if r.is_degenerate and r.n_valid > 1 else p.advantages_G
+            for r, p in zip(results, penalised, strict=True)
+        ]
     return BatchAdvantages(
-        advantages_I=torch.cat([r.advantages_G for r in results]).to(torch.float32) if results else torch.zeros(0),
+        advantages_I=torch.cat(advantages).to(torch.float32) if advantages else torch.zeros(0),
         keep=[[bool(k) for k in r.keep_G] for r in results],
         is_degenerate_Q=torch.tensor([r.is_degenerate for r in results], dtype=torch.bool),
         metrics=_metrics(batch, rewards, results, n_short),
     )
+
+
+def _compare(
+    rewards: Sequence[torch.Tensor], valid: Sequence[torch.Tensor], scheme: GroupScheme
+) -> list[GroupAdvantage]:
+    std = batch_reward_std(rewards, valid) if scheme.scale == "batch" else None
+    return [group_advantages(r, v, scheme=scheme, batch_std=std) for r, v in zip(rewards, valid, strict=True)]
 
 
 def _rewards(group: Group) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turngate.envs.base import End
 from turngate.learners import policy_state
+from turngate.learners.advantages.group import GroupScheme
 from turngate.learners.grpo import GRPO
 from turngate.learners.offpolicy import Correction
 from turngate.runtime.engine.model import PolicyModel
@@ -184,7 +185,7 @@ def test_a_batch_of_degenerate_groups_leaves_the_weights_alone(lab: Any, folder:
     assert metrics["optimizer_steps"] == 0
 
 
-@pytest.mark.parametrize("place", ["loss_k2", "loss_ratio_k3"])
+@pytest.mark.parametrize("place", ["reward", "loss_k2", "loss_ratio_k3"])
 def test_b1_13_kl_does_not_act_on_degenerate_groups(lab: Any, folder: Path, model: PolicyModel, place: str) -> None:
     grpo = learner(folder, kl_coef=10.0, kl_in=place, **EASY)
     mixed = lab.sample_batch(model, REWARDS)
@@ -197,13 +198,33 @@ def test_b1_13_kl_does_not_act_on_degenerate_groups(lab: Any, folder: Path, mode
 
 
 def test_kl_in_the_reward_penalises_what_left_the_reference(lab: Any, folder: Path, model: PolicyModel) -> None:
-    grpo = learner(folder, kl_coef=0.5, **EASY)
+    # One rewarded member against one that is not: what leaves the reference costs more than the reward is worth.
+    batch = lab.sample_batch(model, [[0.0, 1e-3]])
+    free, bound = learner(folder, **EASY), learner(folder, kl_coef=100.0, **EASY)
+    assert bound.update(batch).metrics["reference_kl_k1"] == pytest.approx(0.0, abs=1e-6)
+    free.update(batch)
+    for _ in range(4):
+        drift = bound.update(batch).metrics["reference_kl_k1"]
+        free.update(batch)
+    assert drift != 0.0
+    assert not same(weights(free), weights(bound))
+
+
+def test_b1_13_kl_noise_among_equals_is_not_blown_up_to_advantages(lab: Any, folder: Path, model: PolicyModel) -> None:
+    grpo = learner(folder, preset="grpo", kl_coef=1e-3, **EASY)
     batch = lab.sample_batch(model, REWARDS)
-    assert grpo.update(batch).metrics["reference_kl_k1"] == pytest.approx(0.0, abs=1e-6)
-    # All rewards equal, yet the siblings differ in how far they drifted: the group is no longer degenerate.
-    after = grpo.update(msgspec.structs.replace(batch, groups=batch.groups[1:2])).metrics
-    assert after["reference_kl_k1"] != 0.0
-    assert after["optimizer_steps"] > 0
+    assert grpo.update(batch).metrics["degenerate_fraction"] == pytest.approx(1 / 3)
+    metrics = grpo.update(msgspec.structs.replace(batch, groups=batch.groups[1:2])).metrics
+    assert metrics["reference_kl_k1"] != 0.0
+    assert metrics["degenerate_fraction"] == 1.0
+    assert metrics["optimizer_steps"] == 0
+
+
+def test_a_lone_member_that_keeps_its_reward_trains_beside_an_entropy_bonus(
+    lab: Any, folder: Path, model: PolicyModel
+) -> None:
+    grpo = learner(folder, preset=GroupScheme(singleton="raw"), entropy_coef=1e-3, **ONE_STEP)
+    assert grpo.update(lab.sample_batch(model, [[1.0]])).metrics["optimizer_steps"] == 1
 
 
 def test_an_entropy_bonus_raises_entropy(lab: Any, folder: Path, model: PolicyModel) -> None:
@@ -287,6 +308,29 @@ def test_the_weight_of_a_stale_token_reaches_its_gradient_once(lab: Any, folder:
         stale = msgspec.structs.replace(stale, groups=tuple(_shifted(g, token) for g in stale.groups))
     one, other = (learner(folder, **ONE_STEP).update(b).metrics["grad_norm"] for b in (batch, stale))
     assert other == pytest.approx(1.5 * one, rel=1e-4)
+
+
+def test_weights_of_1_leave_out_the_correction_and_keep_the_clip(lab: Any, folder: Path, model: PolicyModel) -> None:
+    batch = lab.sample_batch(model, REWARDS, policy_version=2)
+    stale = changed(batch, -1.5)
+    uncorrected = {"correction": Correction(lower=1.0, upper=1.0), "clip": (1e-4, 1e-4)}
+    fresh, blind, corrected = (learner(folder, **o) for o in (uncorrected, uncorrected, {"clip": (1e-4, 1e-4)}))
+    fresh.update(batch)
+    metrics = blind.update(stale).metrics
+    corrected.update(stale)
+    assert same(weights(blind), weights(fresh))  # what the sampler thought of its tokens does not matter
+    assert not same(weights(blind), weights(corrected))
+    assert metrics["clip_high_fraction"] > 0.1
+    assert metrics["clip_low_fraction"] > 0.1
+
+
+def test_off_policy_none_is_reinforce_without_weight_ratio_or_clip(lab: Any, folder: Path, model: PolicyModel) -> None:
+    batch = lab.sample_batch(model, REWARDS, policy_version=2)
+    narrow, wide = (learner(folder, off_policy="none", clip=clip) for clip in ((1e-4, 1e-4), (0.2, 0.28)))
+    metrics = narrow.update(changed(batch, -1.5)).metrics
+    wide.update(batch)
+    assert same(weights(narrow), weights(wide))
+    assert metrics["clip_high_fraction"] == metrics["clip_low_fraction"] == 0.0
 
 
 def _shifted(group: Group, token: int) -> Group:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turngate.envs.base import End, Task
-from turngate.learners.advantages.group import GROUP_PRESETS
+from turngate.learners.advantages.group import GROUP_PRESETS, GroupScheme
 from turngate.learners.voting import assess, critic_handling, group_handling
 from turngate.runtime.errors import RecordError
 from turngate.runtime.types import Batch, Group, Trajectory, Turn
@@ -87,8 +87,25 @@ def test_degenerate_groups_are_told_from_the_others() -> None:
 
 
 def test_b1_11_penalties_move_baseline_and_advantage_together() -> None:
-    votes = assess(batch([member(1.0), member(1.0)]), DR_GRPO, penalties_I=torch.tensor([0.0, 0.5]))
+    votes = assess(batch([member(1.0), member(0.0)]), DR_GRPO, penalties_I=torch.tensor([0.5, 0.0]))
     assert votes.advantages_I.tolist() == [0.25, -0.25]
+    assert votes.metrics["group_reward_mean"] == 0.5  # what the environment gave
+
+
+@pytest.mark.parametrize("preset", GROUP_PRESETS)
+def test_b1_13_penalties_make_no_signal_out_of_a_degenerate_group(preset: str) -> None:
+    penalties_I = torch.tensor([1e-4, 2e-4, 3e-4, 4e-4, 0.0, 0.0])
+    equal, unequal = [member(1.0)] * 4, [member(1.0), member(0.0)]
+    votes = assess(batch(equal, unequal), GROUP_PRESETS[preset], penalties_I=penalties_I)
+    assert votes.advantages_I.tolist()[:4] == [0.0] * 4
+    assert votes.advantages_I[4] > 0.4 > -0.4 > votes.advantages_I[5]
+    assert votes.is_degenerate_Q.tolist() == [True, False]
+    assert votes.metrics["degenerate_fraction"] == 0.5
+
+
+def test_a_lone_member_that_keeps_its_reward_pays_its_penalty() -> None:
+    votes = assess(batch([member(1.0)]), GroupScheme(singleton="raw"), penalties_I=torch.tensor([0.25]))
+    assert votes.advantages_I.tolist() == [0.75]
 
 
 def test_batch_deviation_spans_the_groups() -> None:
