@@ -2,6 +2,8 @@
 
 All functions are pure, work in float32 and float64, on (B, T) or packed (N,) arrays, and differentiate with respect to
 `logprobs` only: every other input is a constant. Masked-out positions give loss 0 and gradient 0 whatever they hold.
+`GRPO` uses `ppo_loss`, `decoupled_ppo_loss` and `reinforce_loss`; `cispo_loss` and `unit_ratio_loss` are for learners
+of your own.
 """
 
 from dataclasses import dataclass

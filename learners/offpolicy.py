@@ -1,6 +1,8 @@
 """Corrections for data that another policy sampled: importance weights, proximal log-probs, trust-region filters.
 
 Three policies: behaviour (the sampler, with its lag and its arithmetic), proximal (the anchor of the clip), current.
+`GRPO` uses `Correction` and `is_weights`; `interpolated_proximal` and the filters (`geometric_keep`,
+`second_moment_keep`, `opsm_keep`) are for learners of your own.
 """
 
 from dataclasses import dataclass
