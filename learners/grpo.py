@@ -3,7 +3,6 @@
 One update: votes -> token batch -> log-probs of the policy as it is -> checks -> a few optimizer steps -> report.
 """
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -26,6 +25,7 @@ from turngate.learners.policy_state import PolicyState, StepTally, score_tokens
 from turngate.learners.voting import BatchAdvantages, assess
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.files import write_atomically
 from turngate.runtime.types import Batch, Sampling, UpdateReport
 
 __all__ = ["GRPO", "Parity"]
@@ -187,7 +187,7 @@ class GRPO:
         self._loaded.save(folder)
         tokenizer = Path(self.model) / "tokenizer.json"
         if tokenizer.exists():
-            shutil.copyfile(tokenizer, folder / "model" / "tokenizer.json")
+            write_atomically(folder / "model" / "tokenizer.json", tokenizer.read_bytes())
 
     @property
     def _loaded(self) -> PolicyState:

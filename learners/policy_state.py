@@ -1,6 +1,8 @@
 """The part of a learner that changes while it learns: weights, optimizer, generator, counters; saved and restored."""
 
+import io
 import math
+import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from turngate.learners.losses import TokenLoss
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import LearnerError
+from turngate.runtime.files import write_atomically
 
 __all__ = ["PolicyState", "StepTally", "score_tokens"]
 
@@ -75,22 +78,25 @@ class PolicyState:
     def step(self, max_grad_norm: float, schedule: Schedule, tally: StepTally) -> None:
         """Apply the accumulated gradients.
 
-        Raises: LearnerError: loss or gradient is not finite; the weights are as before.
+        Raises: LearnerError: loss or gradient is not finite; the weights are those of the last complete optimizer step,
+        which may be of this very update.
         """
         grad_norm = self.optimizer.clip_grad_norm(max_grad_norm)
         if not (math.isfinite(grad_norm) and math.isfinite(tally.loss)):
             self.optimizer.zero_grad()
             raise LearnerError(
                 f"loss and gradient must be finite: got {tally.loss} and norm {grad_norm} in update {self.updates}; "
-                "the weights are untouched; lower the learning rates and look at ratio_max and entropy"
+                "the weights are those of the last complete optimizer step; lower the learning rates and look at "
+                "ratio_max and entropy"
             )
         self.optimizer.step(schedule.factor(self.updates))
         self.optimizer.zero_grad()
         tally.grad_norms.append(grad_norm)
 
     def save(self, folder: Path) -> None:
-        """Write everything needed to go on exactly from here."""
+        """Write everything needed to go on exactly from here; each file whole or not at all."""
         self.model.save(folder / "model")
+        content = io.BytesIO()
         torch.save(
             {
                 "optimizer": self.optimizer.state_dict(),
@@ -98,8 +104,9 @@ class PolicyState:
                 "updates": self.updates,
                 "parity_batches": self.parity_batches,
             },
-            folder / "learner.pt",
+            content,
         )
+        write_atomically(folder / "learner.pt", content.getvalue())
 
     def restore(self, folder: Path) -> None:
         """Go on from what `save` wrote. Raises: LearnerError: it cannot be read or is another model's."""
@@ -109,7 +116,7 @@ class PolicyState:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.generator.set_state(saved["generator"])
             self.updates, self.parity_batches = saved["updates"], saved["parity_batches"]
-        except (OSError, KeyError, RuntimeError) as error:
+        except (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
             raise LearnerError(f"checkpoint must be readable: {error} ({path}); use an older one") from error
 
 

@@ -123,6 +123,30 @@ def test_a_broken_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
         GRPO(folder).load(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("content", [b"", b"no checkpoint at all"])
+def test_a_checkpoint_of_other_content_is_refused(folder: Path, tmp_path: Path, content: bytes) -> None:
+    learner(folder).save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "learner.pt").write_bytes(content)
+    with pytest.raises(LearnerError, match="checkpoint must be readable"):
+        GRPO(folder).load(tmp_path / "checkpoint")
+
+
+def test_a_save_that_fails_half_way_keeps_the_old_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grpo = learner(folder)
+    grpo.save(tmp_path / "checkpoint")
+
+    def fail(saved: object, target: Any) -> None:
+        (target.write_bytes if isinstance(target, Path) else target.write)(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        grpo.save(tmp_path / "checkpoint")
+    GRPO(folder).load(tmp_path / "checkpoint")
+
+
 def test_published_weights_are_the_learners(lab: Any, folder: Path, model: PolicyModel, tmp_path: Path) -> None:
     grpo = learner(folder)
     grpo.update(lab.sample_batch(model, REWARDS))
@@ -370,7 +394,7 @@ def test_p17_a_gradient_that_is_not_finite_leaves_the_weights_untouched(
     grpo = learner(folder)
     before = weights(grpo)
     monkeypatch.setattr(policy_state.MuonAdamW, "clip_grad_norm", lambda self, max_norm: math.nan)
-    with pytest.raises(LearnerError, match=r"finite: got .* norm nan.*weights are untouched"):
+    with pytest.raises(LearnerError, match=r"finite: got .* norm nan.*weights are those of the last complete"):
         grpo.update(lab.sample_batch(model, REWARDS))
     assert same(before, weights(grpo))
     assert grpo._state is not None
