@@ -105,8 +105,6 @@ def clone(
     done, and stops the training by returning True. Equal arguments give equal weights on the same machine.
     Raises: LearnerError: the loss is not finite, or a demonstration has no assistant message.
     """
-    tokenizer = tokenizer or _default_tokenizer(demonstrations, model)
-    model = model or ModelConfig(vocab_size=len(tokenizer))
     tokenizer = tokenizer or _tokenizer(demonstrations, model)
     model = model or ModelConfig(vocab_size=len(tokenizer))
     policy = PolicyModel.load(model) if isinstance(model, Path) else PolicyModel(model, seed=seed)
@@ -140,15 +138,6 @@ def clone(
     policy.save(folder)
     tokenizer.save(folder / "tokenizer.json")
     return folder
-
-
-def _default_tokenizer(demonstrations: Demonstrations, model: ModelConfig | Path | None) -> Tokenizer:
-    if isinstance(model, Path):
-        return Tokenizer.load(model / "tokenizer.json")
-    if callable(demonstrations):
-        raise ConfigError("tokenizer must be given when demonstrations are made step by step: got None")
-    messages = (m if isinstance(m, Message) else Message(role=m[0], content=m[1]) for c in demonstrations for m in c)
-    return Tokenizer.train(message.content for message in messages)
 
 
 @torch.inference_mode()
