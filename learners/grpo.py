@@ -30,7 +30,7 @@ from turngate.runtime.types import Batch, Sampling, UpdateReport
 
 __all__ = ["GRPO", "Parity"]
 
-Parity: TypeAlias = Literal["error", "report", "off"]
+Parity: TypeAlias = Literal["error", "report"]
 """What a difference between sampler and learner at lag 0 is on the first batches: an error, or only a metric."""
 
 
@@ -101,8 +101,8 @@ class GRPO:
             raise ConfigError(f"aggregation must be auto or one of {', '.join(AGGREGATIONS)}: got {self.aggregation!r}")
         if self.aggregation == "seq_mean_token_sum_norm" and self.length_constant is None:
             raise ConfigError("length_constant must be set for seq_mean_token_sum_norm: got None; use the token limit")
-        if self.parity not in ("error", "report", "off"):
-            raise ConfigError(f"parity must be error, report or off: got {self.parity!r}")
+        if self.parity not in ("error", "report"):
+            raise ConfigError(f"parity must be error or report: got {self.parity!r}")
         check_temperature(self.sampling.temperature)
         if (self.sampling.top_p < 1.0 or self.sampling.top_k > 0) and not self.allow_truncated_sampling:
             raise ConfigError(

@@ -445,7 +445,7 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
         ({"off_policy": "reinforce", "correction": Correction("unit_prod")}, "per token"),
         ({"off_policy": "maybe"}, "off_policy"),
         ({"kl_in": "loss_k1"}, "kl_in"),
-        ({"parity": "maybe"}, "parity"),
+        ({"parity": "off"}, "parity must be error or report"),
         ({"clip": (-0.2, 0.2)}, "clip offsets"),
         ({"sampling": Sampling(top_p=0.9)}, "whole vocabulary"),
         ({"sampling": Sampling(top_k=5)}, "whole vocabulary"),
