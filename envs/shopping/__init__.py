@@ -8,7 +8,6 @@ from turngate.envs.shopping.catalogue import Goal, Item, violations
 from turngate.envs.shopping.demonstrations import (
     ScriptedEpisode,
     demonstrations,
-    knowledge_rows,
     run_shopper,
     vocabulary,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "format_command",
     "has_opened_wrong_item",
     "held_out_tasks",
-    "knowledge_rows",
     "make_task",
     "parse_command",
     "run_shopper",

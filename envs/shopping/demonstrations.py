@@ -1,17 +1,15 @@
-"""Texts to start a small model from: whole episodes of a scripted shopper, and rows of plain product knowledge."""
+"""Texts to start a small model from: whole episodes of a scripted shopper, and the words that they are made of."""
 
 import random
 from typing import Any, NamedTuple
 
-import msgspec
-
 from turngate.envs.base import End, Task
-from turngate.envs.shopping.catalogue import BRANDS, CATEGORIES, COLORS, STARS, USES, Item, violations
-from turngate.envs.shopping.shop import Shop, item_page
+from turngate.envs.shopping.catalogue import BRANDS, CATEGORIES, COLORS, STARS, USES
+from turngate.envs.shopping.shop import Shop
 from turngate.envs.shopping.shoppers import NOISY, Noise, Shopper
-from turngate.envs.shopping.tasks import ShopTask, train_tasks
+from turngate.envs.shopping.tasks import train_tasks
 
-__all__ = ["Dialogue", "ScriptedEpisode", "demonstrations", "knowledge_rows", "run_shopper", "vocabulary"]
+__all__ = ["Dialogue", "ScriptedEpisode", "demonstrations", "run_shopper", "vocabulary"]
 
 Dialogue = list[tuple[str, str]]
 """(role, content) pairs; roles as in the chat template: `user` for the shop, `assistant` for the shopper."""
@@ -48,24 +46,6 @@ def demonstrations(n: int, seed: int, noise: Noise = NOISY) -> list[Dialogue]:
     return [run_shopper(task, _episode_seed(seed, i), noise).dialogue for i, task in enumerate(tasks)]
 
 
-def knowledge_rows(n: int, seed: int) -> list[Dialogue]:
-    """Return `n` short rows, free of noise: a goal and a product page, and which of its constraints hold.
-
-    They stand for what a pretrained model already knows: comparing a price, a rating, a colour. They say nothing of
-    how to shop: no row contains an action.
-    """
-    rng = random.Random(f"knowledge {seed}")
-    rows: list[Dialogue] = []
-    for task in train_tasks(n, seed + 1_000_003):
-        shop = Shop(task, 0)
-        item = rng.choice([item for item in _items(task) if item.use == shop.goal.use])
-        page = item_page(item)
-        broken = violations(shop.goal, item)
-        answers = [f"{name} {'no' if name in broken else 'yes'}" for name in ("price", "rating", "color")]
-        rows.append([("user", task.prompt), ("user", page), ("assistant", " ".join(answers))])
-    return rows
-
-
 def vocabulary() -> tuple[str, ...]:
     """Return every word the shop and its shoppers use, for building a tokenizer; digits and punctuation apart."""
     shop = "Results No results Price Rating Available colors selected is not available Bought The episode over Invalid"
@@ -75,10 +55,6 @@ def vocabulary() -> tuple[str, ...]:
     items = [f"item_{n}" for n in range(1, 7)]
     capitals = [color.capitalize() for color in COLORS]
     return tuple(dict.fromkeys([*words, *items, *CATEGORIES, *USES, *COLORS, *capitals, *BRANDS, *STARS]))
-
-
-def _items(task: Task) -> tuple[Item, ...]:
-    return msgspec.convert(task.data, ShopTask).items
 
 
 def _episode_seed(seed: int, index: int) -> int:

@@ -4,9 +4,8 @@ import re
 
 import msgspec
 
-__all__ = ["VERBS", "Command", "format_command", "parse_command"]
+__all__ = ["Command", "format_command", "parse_command"]
 
-VERBS = ("search", "click", "select", "back", "buy")
 MAX_ARGUMENT_CHARS = 200
 
 _WITH_ARGUMENT = re.compile(r'(search|click|select|buy)\["([^"\]\[\n]*)"\]')

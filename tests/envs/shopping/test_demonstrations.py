@@ -1,11 +1,11 @@
-"""Demonstrations and knowledge rows: what they hold, and that nothing held out is in them."""
+"""Demonstrations: what they hold, and that nothing held out is in them."""
 
 import re
 
 import pytest
 
 from turngate.envs.base import Task
-from turngate.envs.shopping import EXPERT, demonstrations, knowledge_rows, split_of, vocabulary
+from turngate.envs.shopping import EXPERT, demonstrations, split_of, vocabulary
 from turngate.envs.shopping.tasks import parse_goal
 
 
@@ -15,31 +15,13 @@ def test_demonstrations_alternate_and_end_with_an_action():
         parse_goal(dialogue[0][1])
 
 
-def test_nothing_held_out_is_demonstrated_or_known():
-    for dialogue in [*demonstrations(300, 0), *knowledge_rows(300, 0)]:
+def test_nothing_held_out_is_demonstrated():
+    for dialogue in demonstrations(300, 0):
         assert split_of(Task("x", dialogue[0][1])) == "train"
 
 
 def test_equal_seeds_give_equal_rows():
     assert demonstrations(20, 3) == demonstrations(20, 3) != demonstrations(20, 4)
-    assert knowledge_rows(20, 3) == knowledge_rows(20, 3) != knowledge_rows(20, 4)
-
-
-def test_knowledge_rows_are_right_and_hold_no_action():
-    counts = dict.fromkeys(("price", "rating", "color"), 0)
-    for (_, sentence), (_, page), (role, answer) in knowledge_rows(500, 0):
-        goal = parse_goal(sentence)
-        price, rating, colors = re.fullmatch(r"Price: \$(\d+)\. Rating: (.+)\. Available colors: (.+)\.", page).groups()
-        holds = {
-            "price": int(price) < goal.max_price,
-            "rating": float(rating) >= goal.min_rating,
-            "color": goal.color in colors.split(", "),
-        }
-        assert role == "assistant"
-        assert answer == " ".join(f"{name} {'yes' if met else 'no'}" for name, met in holds.items())
-        for name, met in holds.items():
-            counts[name] += met
-    assert all(0.4 * 500 < count < 0.95 * 500 for count in counts.values())
 
 
 def tokens(text):
@@ -56,8 +38,6 @@ def test_an_episode_is_about_130_tokens(noise):
 
 
 def test_the_vocabulary_holds_every_word_that_occurs():
-    words = {
-        word for row in [*demonstrations(500, 0), *knowledge_rows(50, 0)] for _, text in row for word in tokens(text)
-    }
+    words = {word for row in demonstrations(500, 0) for _, text in row for word in tokens(text)}
     assert {word for word in words if word[0].isalpha()} <= set(vocabulary())
     assert len(vocabulary()) == len(set(vocabulary())) < 150
