@@ -118,13 +118,17 @@ class Buffer:
         self._running.add(order)
         return order
 
-    def put(self, group: Group) -> None:
-        """Store a finished group; its place stays taken until the learner has consumed it."""
+    def put(self, group: Group) -> bool:
+        """Store a finished group; its place stays taken until the learner has consumed it.
+
+        Returns whether it was kept: False when it was too old already.
+        """
         self._running.remove(group.order)
         self._ready[group.order] = _Ready(group, *group.version_range())
         self.accepted += 1
         self._discard_stale()  # a slow group may be too old by the time it is complete
         self._notify()
+        return group.order in self._ready
 
     def withdraw(self, order: int) -> None:
         """Give the place of a group that came to nothing back."""

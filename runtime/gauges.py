@@ -57,7 +57,7 @@ class RunGauges:
     def batch_taken(self, batch: Batch) -> BatchTaken:
         """Describe a batch that was just taken."""
         trajectories = _trajectories(batch)
-        lag = _lag(batch, trajectories)
+        lag = _lag(batch)
         return BatchTaken(
             policy_version=batch.policy_version,
             groups=len(batch.groups),
@@ -72,16 +72,16 @@ class RunGauges:
     def row(self, batch: Batch, buffer: Buffer, ledger: Ledger) -> dict[str, float]:
         """Return the numbers of one update and start the next interval.
 
-        `success`, `reward`, `turns` and `tokens` are means over the batch's trajectories; `lag_*` over their generated
-        tokens; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how late the event loop ran its
-        timers, over the last minute or so.
+        `success`, `reward`, `turns` and `tokens` are means over the batch's trajectories; `lag_*` over their tokens
+        that are young enough to train on; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how
+        late the event loop ran its timers, over the last minute or so.
         """
         now = time.monotonic()
         wall_s = max(now - self._since_s, 1e-9)
         trajectories = _trajectories(batch)
         n = max(1, len(trajectories))
         tokens = sum(t.policy_tokens for t in trajectories)
-        lag = _lag(batch, trajectories)
+        lag = _lag(batch)
         spans = [new - old for old, new in (t.version_range() for t in trajectories)]
         held = self._slots.held_seconds()
         row = {
@@ -116,5 +116,7 @@ def _trajectories(batch: Batch) -> list[Trajectory]:
     return [t for group in batch.groups for t in group.trajectories]
 
 
-def _lag(batch: Batch, trajectories: list[Trajectory]) -> LagStats:
-    return lag_stats(policy_versions(s for t in trajectories for s in t.segments), batch.policy_version)
+def _lag(batch: Batch) -> LagStats:
+    """Staleness of the tokens that may be trained on."""
+    versions = policy_versions(s for t in _trajectories(batch) for s in t.segments)
+    return lag_stats([v for v in versions if v >= batch.min_version], batch.policy_version)

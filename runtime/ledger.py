@@ -82,7 +82,10 @@ class Ledger:
             self._advance(rollout_id, Stage.finished)
 
     def train(self, rollout_ids: Iterable[str]) -> None:
-        """admitted -> trained."""
+        """admitted -> trained: the learner consumed the batch it was in.
+
+        What the learner made of it (a truncated member may not vote, a stale token carries no loss) is in its metrics.
+        """
         for rollout_id in rollout_ids:
             self._leave(rollout_id, Stage.admitted)
             self.trained += 1

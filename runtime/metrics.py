@@ -169,7 +169,8 @@ def _group_row(event: GroupFinished) -> dict[str, Any]:
 
 
 def _update_row(event: UpdateFinished) -> dict[str, Any]:
-    return {"policy_version": event.policy_version, "seconds": event.seconds, **event.metrics}
+    # The run's clock is `seconds` in the metrics; in an event it is how long the event took.
+    return {**event.metrics, "policy_version": event.policy_version, "seconds": event.seconds}
 
 
 _ROWS: dict[type[Event], Callable[[Any], Mapping[str, Any]]] = {

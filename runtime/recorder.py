@@ -146,4 +146,6 @@ def _missing(completion: Completion) -> str:
         return "the server gave no token ids"
     if len(completion.logprobs) != len(completion.token_ids):
         return "the server gave no log-probs"
+    if len(completion.versions) != len(completion.token_ids):
+        return "the endpoint gave no policy versions"
     return ""

@@ -1,11 +1,14 @@
 """The parts of one training run, wired together, and the steps that its loop takes."""
 
+import gc
+import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from turngate.envs.base import EnvFactory, Task
@@ -27,7 +30,7 @@ from turngate.runtime.worker import LearnerWorker, WorkerMode, start_learner
 __all__ = ["Run", "TrainConfig", "TrainReport", "open_run"]
 
 _FLUSH_LINES = 64  # a crash may cost these last lines of events.jsonl; metrics.jsonl is written row by row
-_STOP_S = 20.0  # what a cancelled run may spend on its last checkpoint: an update in progress and two file writes
+_log = logging.getLogger("turngate.run")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 25
     keep_trajectories_every: int = 25
     """Updates between two checkpoints, and between two batches whose trajectories are written out."""
+    stop_timeout_s: float = 120.0
+    """What a run that is cut short may spend on its last checkpoint, an update in progress included."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,12 +83,13 @@ async def open_run(
     if resume and checkpoint is None:
         raise ConfigError(f"resume needs a checkpoint: none is complete in {folder.checkpoints}; start without resume")
     progress = checkpoint[1] if checkpoint else Progress()
-    version = _first_version(progress, runtime.endpoint.policy_version)
-    folder.rewind_metrics(progress.update)
+    served = max(runtime.endpoint.policy_version, await publisher.served_version())
+    version = _first_version(progress, served)
     folder.write_json("config.json", _describe(runtime, env, tasks, learner, config))
     async with start_learner(learner, mode=config.worker) as worker, LoopLagMeter() as loop_lag:
         await worker.load(checkpoint[0] if checkpoint else None)
         run = Run(runtime, folder, publisher, worker, RunGauges(runtime.slots, loop_lag), progress, version)
+        run.history += folder.rewind_metrics(progress.update)
         if version > 0:
             await run.publish(version)
         stream = TaskStream(tasks, config.seed, position=progress.task_position, requeued=progress.requeued)
@@ -99,14 +105,47 @@ async def open_run(
             runtime, env, stream, buffer=buffer, ledger=run.ledger, config=config.collection, seed=config.seed
         )
         run.connect(buffer, stream, collector)
+        if checkpoint is None:
+            await run.checkpoint()  # so that whatever happens next, the run can be resumed
         try:
-            with MetricsWriter(folder.path / "events.jsonl", runtime.events, flush_every=_FLUSH_LINES):
+            with (
+                _rare_collections(),
+                MetricsWriter(folder.path / "events.jsonl", runtime.events, flush_every=_FLUSH_LINES) as events,
+            ):
+                events.write("run_started", {"update": progress.update, "policy_version": version})
                 yield run
         except BaseException as error:
             if not isinstance(error, LearnerError):
-                with anyio.CancelScope(shield=True), anyio.move_on_after(_STOP_S), suppress(LearnerError, OSError):
-                    await run.checkpoint()
+                await _save_last(run, error, config.stop_timeout_s)
             raise
+
+
+async def _save_last(run: "Run", error: BaseException, timeout_s: float) -> None:
+    """Write a checkpoint although the run is being cancelled or has failed; say so when that does not work."""
+    why = f"it was not done after {timeout_s:g} s"
+    with anyio.CancelScope(shield=True), anyio.move_on_after(timeout_s):
+        try:
+            await run.checkpoint()
+            return
+        except (LearnerError, OSError) as failure:
+            why = str(failure)
+    note = f"the last checkpoint could not be written: {why}; resume goes on from the one before"
+    _log.warning(note)
+    error.add_note(note)
+
+
+@contextmanager
+def _rare_collections() -> Generator[None]:
+    """Let the garbage collector run seldom: with thousands of live agents it took a quarter of the loop's CPU."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 class Run:
@@ -117,6 +156,7 @@ class Run:
     _version_base: int  # policy version when this process started
     _update_base: int  # updates done before this process started
     _batch: Batch | None  # taken from the buffer, not yet known to be trained on
+    _unrecorded: tuple[Batch, UpdateReport] | None  # trained on, without its row of metrics yet
     history: list[dict[str, Any]]
 
     def __init__(
@@ -133,7 +173,7 @@ class Run:
         self.update = self._update_base = progress.update
         self._version_base = version
         self.ledger = Ledger(progress.ledger)
-        self._batch = None
+        self._batch = self._unrecorded = None
         self.history = []
         self.gauges = gauges
         self.started_s = time.monotonic()
@@ -164,6 +204,7 @@ class Run:
         with self.gauges.learning():
             report = await self.worker.update(batch)
         self._settle(batch)
+        self._unrecorded = batch, report
         return report
 
     async def publish(self, version: int | None = None) -> None:
@@ -183,26 +224,26 @@ class Run:
         if (hear := self.runtime.events.weights_published) is not None:
             hear(WeightsPublished(version, self.gauges.publishing_s))
 
-    def record(self, batch: Batch, report: UpdateReport, *, keep: bool) -> None:
+    async def record(self, batch: Batch, report: UpdateReport, *, keep: bool) -> None:
         """Write and announce the update's metrics; `keep` writes its trajectories too."""
-        row = self.gauges.row(batch, self.buffer, self.ledger)
-        row = {"update": self.update, "policy_version": self.policy_version, **row, **report.metrics}
-        self.history.append(row)
-        self.folder.append_metrics(row)
+        row = self._write_row(batch, report, self.update)
         if keep:
-            self.folder.write_trajectories(
-                f"update-{self.update:06d}", [t for g in batch.groups for t in g.trajectories]
+            trajectories = [t for g in batch.groups for t in g.trajectories]
+            await anyio.to_thread.run_sync(
+                self.folder.write_trajectories, f"update-{self.update:06d}", trajectories, abandon_on_cancel=True
             )
         if (hear := self.runtime.events.update_finished) is not None:
             hear(UpdateFinished(self.policy_version, row, self.gauges.learning_s))
 
     async def checkpoint(self) -> None:
         """Save the learner and the run's progress; an update that finished unseen counts."""
-        partial = self.folder.begin_checkpoint(self.update)
+        partial = self.folder.begin_checkpoint()
         await self.worker.save(partial)
         update = self._update_base + self.worker.updates
         if self._batch is not None and update > self.update:
             self._settle(self._batch)
+        if self._unrecorded is not None:
+            self._write_row(*self._unrecorded, update)
         self.folder.commit_checkpoint(
             partial,
             Progress(
@@ -231,6 +272,15 @@ class Run:
         )
         self.folder.write_json("report.json", report)
         return report
+
+    def _write_row(self, batch: Batch, report: UpdateReport, update: int) -> dict[str, Any]:
+        row = self.gauges.row(batch, self.buffer, self.ledger)
+        version = self._version_base + update - self._update_base
+        row = {"update": update, "policy_version": version, **row, **report.metrics}
+        self.history.append(row)
+        self.folder.append_metrics(row)
+        self._unrecorded = None
+        return row
 
     def _settle(self, batch: Batch) -> None:
         self.ledger.train([t.id for g in batch.groups for t in g.trajectories])

@@ -4,8 +4,8 @@ config.json  metrics.jsonl (a row per update)  events.jsonl (a line per rollout,
 trajectories/  checkpoints/  report.json
 """
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.files import write_atomically
 from turngate.runtime.ledger import LedgerTotals
 from turngate.runtime.transcript import write_trajectories
 from turngate.runtime.types import Trajectory
 
 __all__ = ["Progress", "RunFolder"]
 
+_PARTIAL = ".partial-"
 _KEEP_CHECKPOINTS = 2  # the newest may have been written just before a crash made it suspect
 
 
@@ -51,6 +53,8 @@ class RunFolder:
                 f"run folder must be new: {path} already holds a run; pass resume=True or another run_dir"
             )
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for partial in self.checkpoints.glob(f"{_PARTIAL}*"):  # of a process that died while writing
+            shutil.rmtree(partial, ignore_errors=True)
         self.trajectories.mkdir(exist_ok=True)
         self._encoder = msgspec.json.Encoder()
 
@@ -60,7 +64,7 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> Path:
         """Write `value` as readable JSON; replaces the file as a whole."""
         target = self.path / name
-        _write_atomically(target, msgspec.json.format(self._encoder.encode(value), indent=2) + b"\n")
+        write_atomically(target, msgspec.json.format(self._encoder.encode(value), indent=2) + b"\n")
         return target
 
     def append_metrics(self, row: dict[str, Any]) -> None:
@@ -68,13 +72,15 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(self._encoder.encode(row) + b"\n")
 
-    def rewind_metrics(self, update: int) -> None:
-        """Remove rows after `update`: they describe updates that a crash undid."""
+    def rewind_metrics(self, update: int) -> list[dict[str, Any]]:
+        """Remove rows after `update`, which describe updates that a crash undid, and return the others."""
         target = self.path / "metrics.jsonl"
-        if target.exists():
-            lines = target.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["update"] <= update]
-            _write_atomically(target, b"".join(kept))
+        if not target.exists():
+            return []
+        whole = [line for line in target.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        rows: list[dict[str, Any]] = [row for line in whole if (row := msgspec.json.decode(line))["update"] <= update]
+        write_atomically(target, b"".join(self._encoder.encode(row) + b"\n" for row in rows))
+        return rows
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> Path:
         """Write trajectories/<name>.jsonl."""
@@ -82,16 +88,13 @@ class RunFolder:
         write_trajectories(target, trajectories)
         return target
 
-    def begin_checkpoint(self, update: int) -> Path:
-        """Return an empty folder to write the checkpoint of `update` into; `commit_checkpoint` makes it count."""
-        partial = self.checkpoints / f".partial-{update:06d}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        return partial
+    def begin_checkpoint(self) -> Path:
+        """Return a new empty folder to write a checkpoint into; `commit_checkpoint` makes it count."""
+        return Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.checkpoints))
 
     def commit_checkpoint(self, partial: Path, progress: Progress) -> Path:
         """Give a complete checkpoint its final name and remove all but the newest."""
-        (partial / "progress.json").write_bytes(msgspec.json.encode(progress))
+        write_atomically(partial / "progress.json", msgspec.json.encode(progress))
         final = self.checkpoints / f"update-{progress.update:06d}"
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -101,17 +104,12 @@ class RunFolder:
 
     def latest_checkpoint(self) -> tuple[Path, Progress] | None:
         """Return the newest complete checkpoint, or None."""
-        complete = self._complete()
-        if not complete:
-            return None
-        progress = msgspec.json.decode((complete[-1] / "progress.json").read_bytes(), type=Progress)
-        return complete[-1], progress
+        for folder in reversed(self._complete()):
+            try:
+                return folder, msgspec.json.decode((folder / "progress.json").read_bytes(), type=Progress)
+            except msgspec.MsgspecError:
+                continue  # damaged by whatever stopped the machine: the one before it is whole
+        return None
 
     def _complete(self) -> list[Path]:
         return sorted(p for p in self.checkpoints.glob("update-*") if (p / "progress.json").exists())
-
-
-def _write_atomically(target: Path, content: bytes) -> None:
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, target)

@@ -1,6 +1,7 @@
 """What an application holds: one endpoint, the limits, and the slots that all its rollouts share."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import anyio
@@ -14,6 +15,7 @@ from turngate.runtime.rollout import Limits, run_rollout
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Sampling, Trajectory
+from turngate.runtime.unwrap import single_errors
 
 __all__ = ["Runtime"]
 
@@ -51,6 +53,7 @@ class Runtime:
         task: Task,
         *,
         seed: int = 0,
+        env_seed: int | None = None,
         group_id: str = "",
         member: int = 0,
         trajectory_id: str = "",
@@ -65,6 +68,7 @@ class Runtime:
             sampling=sampling or self.sampling,
             context=self.context,
             seed=seed,
+            env_seed=env_seed,
             group_id=group_id,
             member=member,
             trajectory_id=trajectory_id or f"{task.id}.{seed}",
@@ -87,19 +91,23 @@ class Runtime:
         trajectories: list[Trajectory | None] = [None] * len(tasks)
         began_s = time.monotonic()
 
-        async def run_one(index: int, task: Task) -> None:
+        repeats: Counter[str] = Counter()  # a task played several times has luck of its own each time
+
+        async def run_one(index: int, task: Task, repeat: int) -> None:
             async with self.slots.hold(priority=index):
                 trajectories[index] = await self.rollout(
                     env,
                     task,
-                    seed=derive_seed(seed, "evaluation", task.id),
+                    seed=derive_seed(seed, "evaluation", task.id, repeat),
                     trajectory_id=f"eval.{index}",
                     sampling=sampling,
                 )
 
-        async with anyio.create_task_group() as tg:
-            for index, task in enumerate(tasks):
-                tg.start_soon(run_one, index, task)
+        with single_errors():
+            async with anyio.create_task_group() as tg:
+                for index, task in enumerate(tasks):
+                    tg.start_soon(run_one, index, task, repeats[task.id])
+                    repeats[task.id] += 1
         evaluation = summarise_episodes([t for t in trajectories if t is not None])
         if (hear := self.events.evaluation_finished) is not None:
             hear(

@@ -1,7 +1,7 @@
 """Many episodes at once: groups of rollouts flow into the buffer as fast as its gate allows."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import anyio
@@ -33,10 +33,18 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     """How often a task whose group came to nothing is run again."""
     failure_limit: int = 64
     """Failed rollouts in a row, over all groups, that stop the run: the machinery is broken, not unlucky."""
+    share_env_seed: bool = True
+    """All members of a group meet the same environment: the same start and the same luck. Turn it off where the start
+    depends on the task alone and members should each have luck of their own."""
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ConfigError(f"group_size must be 1 or more: got {self.group_size}")
+        if self.refills < 0 or self.requeues < 0 or self.failure_limit < 1:
+            raise ConfigError(
+                "refills and requeues must be 0 or more and failure_limit 1 or more: "
+                f"got {self.refills}, {self.requeues}, {self.failure_limit}"
+            )
         if not 1 <= self.min_group <= self.group_size:
             raise ConfigError(f"min_group must be between 1 and group_size {self.group_size}: got {self.min_group}")
 
@@ -85,6 +93,7 @@ class Collector:
     # State.
     started_groups: dict[int, Task]  # by order: groups submitted and not yet consumed, for requeueing after a stop
     _failures: int  # failed rollouts since the last one that came through
+    _has_trainable: bool  # whether any rollout could be trained on so far
     _requeue_counts: dict[str, int]  # by task id: groups of it that came to nothing
 
     def __init__(
@@ -97,14 +106,13 @@ class Collector:
         ledger: Ledger,
         config: Collection,
         seed: int,
-        observe: Callable[[Trajectory], None] | None = None,
     ) -> None:
         """Wire the parts; `run` does the work."""
         self._runtime, self._env, self._tasks = runtime, env, tasks
         self._buffer, self._ledger, self._config, self._seed = buffer, ledger, config, seed
-        self._observe = observe
         self.started_groups = {}
         self._failures = 0
+        self._has_trainable = False
         self._requeue_counts = {}
 
     def __repr__(self) -> str:
@@ -154,8 +162,8 @@ class Collector:
             group = Group(id=group_id, task=task, order=order, trajectories=tuple(members), submitted_version=version)
             self._ledger.admit(ids)
             stored = True
-            self._buffer.put(group)
-            if (hear := self._runtime.events.group_finished) is not None:
+            kept = self._buffer.put(group)
+            if kept and (hear := self._runtime.events.group_finished) is not None:
                 hear(GroupFinished(group))
         except BaseException:
             if not stored:
@@ -184,35 +192,47 @@ class Collector:
                     self._env,
                     task,
                     seed=derive_seed(self._seed, "rollout", trajectory_id),
+                    env_seed=derive_seed(self._seed, "env", group_id) if self._config.share_env_seed else None,
                     group_id=group_id,
                     member=member,
                     trajectory_id=trajectory_id,
                 )
+            reason = self._unusable(trajectory)
         except BaseException:
             self._ledger.drop([trajectory_id], "cancelled")
             raise
-        if self._observe is not None:
-            self._observe(trajectory)
-        if trajectory.end.is_failure:
-            self._ledger.drop([trajectory_id], trajectory.end.value)
-            self._count_failure(trajectory)
+        if reason:
+            self._ledger.drop([trajectory_id], reason)
+            self._count_failure(trajectory, reason)
             return None
         self._failures = 0
-        if not trajectory.trainable:
-            self._ledger.drop([trajectory_id], "untrainable")
+        self._has_trainable = True
+        self._ledger.finish(trajectory_id)
+        return trajectory
+
+    def _unusable(self, trajectory: Trajectory) -> str:
+        """Return why a rollout says nothing about the policy; empty when it does.
+
+        Raises: ConfigError: the first rollouts cannot be trained on, so none of this server's can.
+        """
+        if trajectory.end.is_failure:
+            return trajectory.end.value
+        if trajectory.trainable:
+            return "" if trajectory.policy_tokens else "empty"
+        if not self._has_trainable:
             raise ConfigError(
                 f"training needs token ids and log-probs from the server: {trajectory.untrainable_because} "
                 f"(trajectory {trajectory.id}); use a server that returns both, or only evaluate and collect"
             )
-        self._ledger.finish(trajectory_id)
-        return trajectory
+        return "untrainable"
 
-    def _count_failure(self, trajectory: Trajectory) -> None:
+    def _count_failure(self, trajectory: Trajectory, reason: str) -> None:
         self._failures += 1
         if self._failures == self._config.failure_limit:  # once: the others are only its witnesses
+            why = trajectory.error or trajectory.untrainable_because or "no token was generated"
             kind = _FAILURE_ERRORS.get(trajectory.end, EnvError)
             raise kind(
-                f"{self._failures} rollouts failed in a row, the last with {trajectory.end.value}: {trajectory.error} "
+                f"{self._failures} rollouts failed in a row, the last with {reason}: {why} "
                 f"(trajectory {trajectory.id}); fix the cause, or raise failure_limit if this is expected"
             )
 

@@ -16,7 +16,8 @@ class Slots:
 
     # State.
     held: int  # permits out now
-    _waiting: list[tuple[int, int, asyncio.Future[None]]]  # heap of (priority, arrival, grant)
+    waiting: int  # rollouts in line
+    _line: list[tuple[int, int, asyncio.Future[None]]]  # heap of (priority, arrival, grant), cancelled ones included
     _arrivals: int
     _held_s: float  # permit-seconds up to _counted_s
     _counted_s: float
@@ -27,17 +28,13 @@ class Slots:
             raise ConfigError(f"max_concurrent must be 1 or more: got {total}")
         self.total = total
         self.held = 0
-        self._waiting = []
+        self.waiting = 0
+        self._line = []
         self._arrivals = 0
         self._held_s, self._counted_s = 0.0, time.monotonic()
 
     def __repr__(self) -> str:
-        return f"<Slots {self.held}/{self.total} held, {len(self._waiting)} waiting>"
-
-    @property
-    def waiting(self) -> int:
-        """Number of rollouts in line."""
-        return len(self._waiting)
+        return f"<Slots {self.held}/{self.total} held, {self.waiting} waiting>"
 
     def held_seconds(self) -> float:
         """Permit-seconds held since the start: divide a difference by wall time and `total` for utilisation."""
@@ -54,27 +51,28 @@ class Slots:
             self._release()
 
     async def _acquire(self, priority: int) -> None:
-        if self.held < self.total and not self._waiting:
+        if self.held < self.total and not self.waiting:
             self._count(1)
             return
         grant: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrivals += 1
-        heapq.heappush(self._waiting, (priority, self._arrivals, grant))
+        heapq.heappush(self._line, (priority, self._arrivals, grant))
+        self.waiting += 1
         try:
             await grant
         except asyncio.CancelledError:
             if grant.done() and not grant.cancelled():
                 self._release()  # granted and cancelled in the same tick: pass it on
             else:
-                self._waiting = [entry for entry in self._waiting if entry[2] is not grant]
-                heapq.heapify(self._waiting)
+                self.waiting -= 1  # its entry stays in line and is skipped: taking it out would cost a search
             raise
 
     def _release(self) -> None:
         self._count(-1)
-        while self._waiting and self.held < self.total:
-            grant = heapq.heappop(self._waiting)[2]
+        while self._line and self.held < self.total:
+            grant = heapq.heappop(self._line)[2]
             if not grant.done():
+                self.waiting -= 1
                 self._count(1)
                 grant.set_result(None)
 

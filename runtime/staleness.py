@@ -5,6 +5,7 @@ submit gate alone bounds the backlog, not each trajectory; the buffer checks the
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -86,4 +87,4 @@ def lag_stats(versions: Sequence[int], policy_version: int) -> LagStats:
 
 def policy_versions(segments: Iterable[Segment]) -> list[int]:
     """Return the versions of all generated tokens, in order."""
-    return [v for segment in segments for v in segment.version_values() if v != NO_VERSION]
+    return list(chain.from_iterable(segment.sampled_versions() for segment in segments))

@@ -8,7 +8,7 @@ import anyio
 from turngate.envs.base import EnvFactory, Task
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.learner import Learner
-from turngate.runtime.run import TrainConfig, TrainReport, open_run
+from turngate.runtime.run import Run, TrainConfig, TrainReport, open_run
 from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
@@ -38,14 +38,16 @@ async def train(
     worker: WorkerMode = "process",
     checkpoint_every: int = 25,
     keep_trajectories_every: int = 25,
+    stop_timeout_s: float = 120.0,
     resume: bool = False,
     seed: int = 0,
 ) -> TrainReport:
     """Train until `updates` policy updates are done and return what happened.
 
     Rollouts, learner and weight transfer overlap as far as `max_staleness` lets them; 0 is exactly synchronous. Weights
-    go to `publisher`, by default the endpoint's own. Cancelling (Ctrl-C) waits for an update in progress, writes a
-    checkpoint and leaves a run that `resume=True` continues; unfinished rollouts are counted as dropped and run again.
+    go to `publisher`, by default the endpoint's own. Cancelling (Ctrl-C) waits for an update in progress, at most
+    `stop_timeout_s`, and writes a checkpoint; `resume=True` goes on from the newest one, and unfinished rollouts are
+    counted as dropped and run again.
 
     Args: collection: how failures are refilled; replaces `group_size`.
     Raises: ConfigError: what was asked for cannot work. LearnerError, PublishError, EndpointError, EnvError: the part
@@ -63,26 +65,32 @@ async def train(
         worker=worker,
         checkpoint_every=checkpoint_every,
         keep_trajectories_every=keep_trajectories_every,
+        stop_timeout_s=stop_timeout_s,
         seed=seed,
     )
     folder = RunFolder(Path(run_dir), resume=resume)
     async with open_run(runtime, env, tasks, learner, publisher, folder, config, resume=resume) as run:
         with single_errors():
-            async with anyio.create_task_group() as tg:
-                tg.start_soon(run.collector.run)  # the first pump
-                while run.update < updates:  # the second pump
-                    # 1. Wait until the tank holds a batch that is young enough.
-                    batch = await run.take()
-                    # 2. Learn from it, off the event loop.
-                    report = await run.learn(batch)
-                    # 3. Send the new weights to the server while rollouts go on, then open the gate.
-                    await run.publish()
-                    # 4. Tell everyone, and make it durable from time to time.
-                    run.record(batch, report, keep=run.update % keep_trajectories_every == 0)
-                    if run.update % checkpoint_every == 0 or run.update == updates:
-                        await run.checkpoint()
-                tg.cancel_scope.cancel()
+            await _loop(run, config)
     return run.report()
+
+
+async def _loop(run: Run, config: TrainConfig) -> None:
+    """Run the two pumps: rollouts fill the buffer, the learner empties it."""
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(run.collector.run)
+        while run.update < config.updates:
+            # 1. Wait until the buffer holds a batch that is young enough.
+            batch = await run.take()
+            # 2. Learn from it, off the event loop.
+            report = await run.learn(batch)
+            # 3. Send the new weights to the server while rollouts go on, then open the gate.
+            await run.publish()
+            # 4. Tell everyone, and make it durable from time to time.
+            await run.record(batch, report, keep=run.update % config.keep_trajectories_every == 0)
+            if run.update % config.checkpoint_every == 0 or run.update == config.updates:
+                await run.checkpoint()
+        tg.cancel_scope.cancel()
 
 
 def _check_sampling(ours: Sampling, learners: Sampling | None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -10,7 +11,13 @@ from turngate.runtime.types import Message, Trajectory, Turn
 
 __all__ = ["read_trajectories", "render_transcript", "write_trajectories"]
 
-_encode = msgspec.json.Encoder().encode
+
+def _plain(value: Any) -> Any:
+    """Make what an environment left in `state` writable: NumPy scalars and arrays as numbers, the rest as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
 _decode = msgspec.json.Decoder(Trajectory).decode
 
 

@@ -7,7 +7,8 @@ segment are token aligned (index s belongs to token s) and stored as bytes in ma
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -158,6 +159,10 @@ class Segment(msgspec.Struct, frozen=True):
         """Policy versions as a view of ints; no copy."""
         return memoryview(self.versions).cast("i")
 
+    def sampled_versions(self) -> Iterator[int]:
+        """Policy versions of the generated tokens alone, at C speed: contexts can be long."""
+        return compress(self.version_values(), self.policy_mask)
+
     def turn_values(self) -> "memoryview[int]":
         """Turn ids as a view of ints; no copy."""
         return memoryview(self.turn_ids).cast("i")
@@ -204,8 +209,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest policy version among the generated tokens; (NO_VERSION, NO_VERSION) when there are none."""
-        versions = [v for segment in self.segments for v in segment.version_values() if v != NO_VERSION]
-        return (min(versions), max(versions)) if versions else (NO_VERSION, NO_VERSION)
+        sampled = [s for s in self.segments if 1 in s.policy_mask]
+        if not sampled:
+            return NO_VERSION, NO_VERSION
+        return min(min(s.sampled_versions()) for s in sampled), max(max(s.sampled_versions()) for s in sampled)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,14 @@ class WeightPublisher(Protocol):
         Raises: PublishError: the old version is still serving.
         """
         ...
+
+    async def served_version(self) -> int:
+        """Return the newest version in service, 0 before the first publication. A run never goes below it."""
+        ...
+
+
+class _Health(msgspec.Struct):
+    policy_version: int
 
 
 class EnginePublisher:
@@ -77,6 +86,16 @@ class EnginePublisher:
                 "check that the engine is alive"
             ) from None
 
+    async def served_version(self) -> int:
+        """Ask the engine which version it serves. Raises: PublishError: it does not say."""
+        url = self._url.removesuffix("/admin/weights") + "/health"
+        try:
+            async with asyncio.timeout(self._timeout_s), aiohttp.ClientSession(headers=self._headers) as session:
+                async with session.get(url) as reply:
+                    return msgspec.json.decode(await reply.read(), type=_Health).policy_version
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            raise PublishError(f"the engine must say what it serves: got {error!r} ({url})") from error
+
     async def _post(self, session: aiohttp.ClientSession, body: dict[str, Any], what: str) -> None:
         failure = ""
         for attempt in range(self._attempts):
@@ -102,21 +121,25 @@ class EnginePublisher:
 class FolderPublisher:
     """Publishes to a folder: an atomic copy per version, and `latest.json` that names the newest.
 
-    For servers that watch a folder, and for keeping every policy of a run. A reader that opens what `latest.json`
-    names never sees half a file.
+    For servers that load what a folder says. A reader that opens what `latest.json` names never sees half a file.
+    Files alone put nothing into service: `wait_until_served(version)` must return once the server answers with it, or
+    the rollouts after it would be labelled with weights that did not produce them.
     """
 
-    def __init__(self, folder: Path, *, keep: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, wait_until_served: Callable[[int], Awaitable[object]], keep: int | None = None
+    ) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(f"keep must be None or at least 1: got {keep}; it counts the newest versions to keep")
         self._folder = Path(folder)
         self._keep = keep
+        self._wait_until_served = wait_until_served
 
     def __repr__(self) -> str:
         return f"<FolderPublisher {self._folder}>"
 
     async def publish(self, path: Path, policy_version: int) -> None:
-        """Copy `path` into the folder, then point `latest.json` at the copy."""
+        """Copy `path` into the folder, point `latest.json` at the copy, and wait until it is served."""
         try:
             await asyncio.to_thread(self._publish, Path(path), policy_version)
         except OSError as error:
@@ -124,6 +147,12 @@ class FolderPublisher:
                 f"policy version {policy_version} must be copied to {self._folder}: got {error}; "
                 "latest.json still names the old version"
             ) from error
+        await self._wait_until_served(policy_version)
+
+    async def served_version(self) -> int:
+        """Return the version that `latest.json` names, 0 when there is none."""
+        latest = await asyncio.to_thread(self.latest)
+        return latest[1] if latest is not None else 0
 
     def _publish(self, path: Path, policy_version: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

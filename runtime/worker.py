@@ -20,9 +20,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from turngate.envs.base import Task
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.learner import Learner
-from turngate.runtime.types import Batch, UpdateReport
+from turngate.runtime.types import Batch, Trajectory, UpdateReport
 
 __all__ = ["LearnerWorker", "WorkerMode", "start_learner"]
 
@@ -204,6 +205,8 @@ class _ProcessChannel:
         return await anyio.to_thread.run_sync(self._exchange, request, limiter=self._limiter, abandon_on_cancel=True)
 
     def _exchange(self, request: _Request) -> _Reply:
+        if isinstance(request, _Update):
+            request = _Update(_lean(request.batch))
         try:
             with self._turn:  # a cancelled call still waits here for its reply; the next one must not read it
                 self._connection.send_bytes(msgspec.msgpack.encode(request))
@@ -223,6 +226,23 @@ class _ProcessChannel:
             self._process.kill()
             self._process.join()
         self._connection.close()
+
+
+def _lean(batch: Batch) -> Batch:
+    """Return the batch without what only people and environments read; it may be large, or not plain data at all."""
+
+    def lean(trajectory: Trajectory) -> Trajectory:
+        turns = tuple(msgspec.structs.replace(turn, state=None, snapshot=None) for turn in trajectory.turns)
+        return msgspec.structs.replace(trajectory, task=bare(trajectory.task), turns=turns, messages=())
+
+    def bare(task: Task) -> Task:
+        return Task(task.id, task.prompt)
+
+    groups = (
+        msgspec.structs.replace(g, task=bare(g.task), trajectories=tuple(map(lean, g.trajectories)))
+        for g in batch.groups
+    )
+    return msgspec.structs.replace(batch, groups=tuple(groups))
 
 
 def _serve(connection: Connection, learner: Learner) -> None:

@@ -9,7 +9,7 @@ from turngate.runtime.run_folder import Progress, RunFolder
 
 
 def _checkpoint(folder: RunFolder, update: int) -> None:
-    partial = folder.begin_checkpoint(update)
+    partial = folder.begin_checkpoint()
     (partial / "weights").write_text(str(update))
     folder.commit_checkpoint(partial, Progress(update=update, policy_version=update, ledger=LedgerTotals(drawn=3)))
 
@@ -28,10 +28,26 @@ def test_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     _checkpoint(folder, 1)
-    (folder.begin_checkpoint(2) / "weights").write_text("2")  # and then the machine dies
+    (folder.begin_checkpoint() / "weights").write_text("2")  # and then the machine dies
     latest = RunFolder(tmp_path, resume=True).latest_checkpoint()
     assert latest is not None
     assert latest[1].update == 1
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["update-000001"]
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    _checkpoint(folder, 1)
+    _checkpoint(folder, 2)
+    (folder.checkpoints / "update-000002" / "progress.json").write_text('{"upd')
+    latest = folder.latest_checkpoint()
+    assert latest is not None
+    assert latest[1].update == 1
+
+
+def test_two_checkpoints_under_way_at_once_do_not_meet(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.begin_checkpoint() != folder.begin_checkpoint()
 
 
 def test_a_checkpoint_taken_again_replaces_the_first(tmp_path: Path) -> None:
@@ -57,7 +73,7 @@ def test_rows_that_a_crash_undid_are_removed(tmp_path: Path) -> None:
         folder.append_metrics({"update": update})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"update":')  # torn by the crash
-    folder.rewind_metrics(2)
+    assert folder.rewind_metrics(2) == [{"update": 1}, {"update": 2}]
     assert [json.loads(line)["update"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 

@@ -1,8 +1,19 @@
+import asyncio
+from collections.abc import Callable
+
 import pytest
 
-from turngate.envs.base import Task
-from turngate.runtime.errors import ConfigError
-from turngate.runtime.scheduler import Collection, TaskStream
+from turngate.envs.base import End, Task
+from turngate.envs.fakes import EchoEnv
+from turngate.runtime.buffer import Buffer
+from turngate.runtime.errors import ConfigError, EnvError
+from turngate.runtime.events import GroupDropped, GroupFinished
+from turngate.runtime.ledger import Ledger
+from turngate.runtime.runtime import Runtime
+from turngate.runtime.scheduler import Collection, Collector, TaskStream
+from turngate.runtime.staleness import StalenessLimit
+from turngate.runtime.testing import FakeEndpoint
+from turngate.runtime.types import Segment, Trajectory, Turn
 
 TASKS = [Task(str(n)) for n in range(5)]
 
@@ -39,3 +50,167 @@ def test_unusable_tasks_are_refused(tasks: list[Task], says: str) -> None:
 def test_a_group_cannot_need_more_members_than_it_has() -> None:
     with pytest.raises(ConfigError, match="between 1 and group_size 4: got 5"):
         Collection(group_size=4, min_group=5)
+
+
+# The collector, with rollouts that end as a script says.
+
+Script = Callable[[str, int], End]
+"""(trajectory id, environment seed) -> how the rollout ends."""
+
+
+class ScriptedRuntime(Runtime):
+    """Plays no environment: each rollout takes a moment and ends as the script says."""
+
+    def __init__(self, script: Script, *, max_concurrent: int = 8) -> None:
+        super().__init__(FakeEndpoint(["one"]), max_concurrent=max_concurrent)
+        self.script, self.seeds = script, dict[str, int]()
+        self.blocked = asyncio.Event()
+
+    async def rollout(self, env, task, *, seed=0, env_seed=None, group_id="", member=0, trajectory_id="", **_):
+        self.seeds[trajectory_id] = env_seed
+        await asyncio.sleep(0)
+        end = self.script(trajectory_id, env_seed or 0)
+        if end is End.cancelled:
+            await self.blocked.wait()
+        length = 0 if end is End.token_limit else 1
+        segment = Segment.of(
+            [1] * length, [1] * length, [0.0] * length, [self.endpoint.policy_version] * length, [0] * length
+        )
+        turn = Turn(index=0, segment=0, start=0, length=length, text="")
+        error = "scripted" if end.is_failure else ""
+        return Trajectory(
+            id=trajectory_id, task=task, group_id=group_id, member=member, end=end, error=error,
+            turns=(turn,), segments=(segment,),
+        )  # fmt: skip
+
+
+class Lab:
+    """A collector with its neighbours, run until nothing moves any more."""
+
+    def __init__(self, script: Script, *, late: str = "wait", groups: int = 2, **config: int | bool) -> None:
+        self.runtime = ScriptedRuntime(script)
+        self.ledger = Ledger()
+        self.stream = TaskStream(TASKS, seed=0)
+        self.buffer = Buffer(
+            groups_per_batch=groups,
+            limit=StalenessLimit(max_staleness=0, late=late),
+            on_stale=lambda group: self.collector.drop_stale(group),
+        )
+        self.collector = Collector(
+            self.runtime, EchoEnv, self.stream, buffer=self.buffer, ledger=self.ledger,
+            config=Collection(group_size=3, **config), seed=5,
+        )  # fmt: skip
+        self.dropped: list[GroupDropped] = []
+        self.finished: list[GroupFinished] = []
+        self.runtime.events.subscribe(GroupDropped, self.dropped.append)
+        self.runtime.events.subscribe(GroupFinished, self.finished.append)
+
+    async def run(self) -> None:
+        running = asyncio.create_task(self.collector.run())
+        try:
+            for _ in range(200):
+                await asyncio.sleep(0)
+                if running.done():
+                    await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            self.ledger.check()
+            assert self.runtime.slots.held == 0
+
+
+def _always(end: End) -> Script:
+    return lambda trajectory_id, env_seed: end
+
+
+async def test_groups_fill_the_buffer_up_to_its_gate() -> None:
+    lab = Lab(_always(End.success))
+    await lab.run()
+    assert [len(event.group.trajectories) for event in lab.finished] == [3, 3]
+    assert (lab.ledger.drawn, lab.ledger.totals().live) == (6, {"admitted": 6})
+
+
+async def test_members_of_a_group_meet_the_same_environment_and_groups_another() -> None:
+    lab = Lab(_always(End.success))
+    await lab.run()
+    first = {lab.runtime.seeds[f"g0.{m}"] for m in range(3)}
+    assert len(first) == 1
+    assert first != {lab.runtime.seeds["g1.0"]}
+
+
+async def test_members_have_luck_of_their_own_when_asked() -> None:
+    lab = Lab(_always(End.success), share_env_seed=False)
+    await lab.run()
+    assert lab.runtime.seeds["g0.0"] is None
+
+
+async def test_a_failed_member_is_run_again_and_harms_no_sibling() -> None:
+    lab = Lab(lambda name, _: End.env_error if name == "g0.1" else End.success)
+    await lab.run()
+    members = [t.id for t in lab.finished[-1].group.trajectories]
+    assert sorted(len(event.group.trajectories) for event in lab.finished) == [3, 3]
+    assert lab.ledger.dropped == {"env_error": 1}
+    assert "g0.1.1" in members or "g0.1.1" in [t.id for t in lab.finished[0].group.trajectories]
+
+
+async def test_a_group_with_too_few_members_is_dropped_and_its_task_runs_again() -> None:
+    lab = Lab(lambda name, _: End.env_error if name.startswith("g0.") and name[3] != "0" else End.success, refills=0)
+    await lab.run()
+    (dropped,) = lab.dropped
+    assert (dropped.group_id, dropped.reason, dropped.rollouts) == ("g0", "group_incomplete", 1)
+    assert lab.ledger.dropped == {"env_error": 2, "group_incomplete": 1}
+    assert dropped.task_id in [event.group.task.id for event in lab.finished]
+    assert len(lab.finished) == 2  # its place was given back
+
+
+async def test_a_task_that_never_works_is_given_up_after_its_requeues() -> None:
+    hopeless = TaskStream(TASKS, seed=0).next().id
+    ends: list[str] = []
+
+    def script(name: str, _: int) -> End:
+        task = lab.collector.started_groups[int(name[1 : name.index(".")])]
+        ends.append(task.id)
+        return End.env_error if task.id == hopeless else End.success
+
+    lab = Lab(script, refills=0, requeues=2)
+    await lab.run()
+    assert ends.count(hopeless) == 3 * 3
+    assert [event.task_id for event in lab.dropped] == [hopeless] * 3
+
+
+async def test_episodes_without_a_token_count_as_failures() -> None:
+    lab = Lab(_always(End.token_limit), failure_limit=5)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await lab.run()
+    assert caught.group_contains(
+        EnvError, match="5 rollouts failed in a row, the last with empty: no token was generated"
+    )
+
+
+async def test_what_the_buffer_finds_too_old_is_counted_and_its_task_runs_again() -> None:
+    lab = Lab(lambda name, _: End.cancelled if name == "g0.0" else End.success, late="drop", groups=1)
+    running = asyncio.create_task(lab.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    # A version is published while g0 is under way.
+    lab.buffer.policy_version = lab.runtime.endpoint.policy_version = 1
+    lab.runtime.blocked.set()
+    await running
+    assert [(event.reason, event.staleness, event.rollouts) for event in lab.dropped] == [("stale", 1, 3)]
+    assert lab.ledger.dropped["stale"] == 3
+    assert "g0" not in [event.group.id for event in lab.finished]
+
+
+async def test_cancelling_in_the_middle_of_a_group_drops_every_member() -> None:
+    lab = Lab(lambda name, _: End.cancelled if name.endswith(".2") else End.success)
+    await lab.run()
+    assert lab.ledger.dropped == {"cancelled": 6}
+    assert not lab.ledger.live
+    assert lab.buffer.statistics().running == 0
+    assert len(lab.collector.unfinished()) == 2
+
+
+@pytest.mark.parametrize("bad", [{"refills": -1}, {"requeues": -1}, {"failure_limit": 0}])
+def test_counts_that_would_spin_for_ever_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="0 or more"):
+        Collection(**bad)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task, ToolSpec
@@ -60,6 +61,9 @@ class Served:
         self.published.append(policy_version)
         self.changed.set()
         self.changed = asyncio.Event()
+
+    async def served_version(self) -> int:
+        return self.serving
 
     async def until_published(self, times: int) -> None:
         while len(self.published) < times:
@@ -122,12 +126,28 @@ async def test_no_staleness_is_exactly_synchronous(tmp_path: Path) -> None:
     assert report.ledger.drawn == 5 * 3 * 4  # nothing was submitted ahead
 
 
-@pytest.mark.parametrize("late", ["wait", "drop"])
+async def test_a_server_that_outlives_the_script_keeps_counting(tmp_path: Path) -> None:
+    served = Served()
+    served.serving = 9  # a fresh endpoint object of a new process does not know
+    report = await _train(served, tmp_path, updates=2)
+    assert served.published == [10, 11, 12]
+    assert report.policy_version == 12
+
+
+async def test_a_run_killed_before_its_first_update_can_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(LearnerError, match="exit code 7"):
+        await _train(Served(), tmp_path, learner=CountingLearner(die_at=0), worker="process")
+    report = await _train(Served(), tmp_path, updates=2, resume=True)
+    assert [row["update"] for row in report.history] == [1, 2]
+
+
+@pytest.mark.parametrize("late", ["wait", "drop", "mask"])
 async def test_tokens_span_updates_and_none_is_staler_than_the_bound(tmp_path: Path, late: str) -> None:
     delays = (0.0, 0.001, 0.0, 0.02, 0.002)  # a heavy tail: some turns outlast several updates
     report = await _train(Served(delays=delays), tmp_path, max_staleness=2, late=late, updates=25)
     assert max(row["lag_max"] for row in report.history) <= 2
-    assert max(row["learner_lag_max"] for row in report.history) <= 2
+    if late != "mask":  # under mask the learner is told which tokens are too old
+        assert max(row["learner_lag_max"] for row in report.history) <= 2
     assert max(row["version_span_max"] for row in report.history) >= 1
     assert max(row["lag_max"] for row in report.history) >= 1
 
@@ -140,7 +160,7 @@ async def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert (report.updates, report.policy_version) == (6, 6)
     assert report.ledger.trained == 6 * 3 * 4
     assert report.ledger.drawn == report.ledger.trained + sum(report.ledger.dropped.values())
-    assert [row["count"] for row in report.history] == [4, 5, 6]
+    assert [row["count"] for row in report.history] == [1, 2, 3, 4, 5, 6]  # the whole run's
 
 
 async def test_a_second_run_against_a_server_that_is_ahead_keeps_counting(tmp_path: Path) -> None:
@@ -238,6 +258,22 @@ async def test_environments_that_fail_now_and_then_are_refilled(tmp_path: Path) 
     assert report.ledger.trained + sum(report.ledger.dropped.values()) == report.ledger.drawn
     assert report.ledger.dropped["env_error"] > 0
     assert report.updates == 8
+
+
+@pytest.mark.parametrize("worker", ["process", "thread"])
+async def test_whatever_an_environment_leaves_in_state_harms_no_one(tmp_path: Path, worker: str) -> None:
+    class Leaving(Walk):
+        async def step(self, action: Action) -> Step:
+            step = await super().step(action)
+            return msgspec.structs.replace(step, state={"page": Path("x"), "done": not self.left})
+
+    runtime = Runtime(Served(), max_concurrent=16)
+    await train(
+        runtime, Leaving, TASKS, learner=CountingLearner(), run_dir=tmp_path, updates=1, group_size=2,
+        groups_per_batch=2, worker=worker, keep_trajectories_every=1,
+    )  # fmt: skip
+    kept = json.loads((tmp_path / "trajectories" / "update-000001.jsonl").read_text().splitlines()[0])
+    assert kept["turns"][0]["state"] == {"page": "x", "done": False}
 
 
 async def test_a_used_run_folder_is_not_overwritten(tmp_path: Path) -> None:

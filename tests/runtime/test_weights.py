@@ -1,11 +1,16 @@
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from turngate.runtime.errors import ConfigError, PublishError
 from turngate.runtime.weights import EnginePublisher, FolderPublisher
+
+
+async def _served(version: int) -> None:
+    """A server that takes new weights at once."""
 
 
 class FakeEngine:
@@ -103,7 +108,7 @@ def test_limits_must_be_positive():
     with pytest.raises(ConfigError, match="publisher limits"):
         EnginePublisher("http://x", timeout_s=0)
     with pytest.raises(ConfigError, match="keep must be"):
-        FolderPublisher("x", keep=0)
+        FolderPublisher(Path("x"), wait_until_served=_served, keep=0)
 
 
 @pytest.fixture
@@ -114,7 +119,7 @@ def weights(tmp_path):
 
 
 async def test_folder_names_the_newest_version(tmp_path, weights):
-    folder = FolderPublisher(tmp_path / "policies")
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served)
     assert folder.latest() is None
     await folder.publish(weights, 3)
     weights.write_bytes(b"better weights")
@@ -129,8 +134,29 @@ async def test_folder_names_the_newest_version(tmp_path, weights):
     ]
 
 
+async def test_a_folder_publication_waits_until_the_server_has_taken_it(tmp_path, weights):
+    asked, loaded = asyncio.Event(), asyncio.Event()
+
+    async def load(version: int) -> None:
+        assert version == await folder.served_version() == 3
+        asked.set()
+        await loaded.wait()
+
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=load)
+    publication = asyncio.create_task(folder.publish(weights, 3))
+    await asked.wait()
+    assert not publication.done()
+    loaded.set()
+    await publication
+    assert await folder.served_version() == 3
+
+
+async def test_an_empty_folder_has_served_nothing(tmp_path):
+    assert await FolderPublisher(tmp_path / "new", wait_until_served=_served).served_version() == 0
+
+
 async def test_folder_keeps_the_newest_versions_only(tmp_path, weights):
-    folder = FolderPublisher(tmp_path / "policies", keep=2)
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served, keep=2)
     for version in range(5):
         await folder.publish(weights, version)
     names = sorted(p.name for p in (tmp_path / "policies").glob("*.safetensors"))
@@ -138,7 +164,7 @@ async def test_folder_keeps_the_newest_versions_only(tmp_path, weights):
 
 
 async def test_folder_refuses_an_older_version(tmp_path, weights):
-    folder = FolderPublisher(tmp_path / "policies")
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served)
     await folder.publish(weights, 4)
     with pytest.raises(PublishError, match="must not go back: expected at least 4, got 3"):
         await folder.publish(weights, 3)
@@ -147,7 +173,7 @@ async def test_folder_refuses_an_older_version(tmp_path, weights):
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 async def test_failed_copy_leaves_the_old_version_and_no_litter(tmp_path, weights, monkeypatch, broken):
-    folder = FolderPublisher(tmp_path / "policies")
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served)
     await folder.publish(weights, 1)
 
     def fail(*arguments):
@@ -162,4 +188,4 @@ async def test_failed_copy_leaves_the_old_version_and_no_litter(tmp_path, weight
 
 async def test_missing_weights_are_a_publish_error(tmp_path):
     with pytest.raises(PublishError, match="must be copied"):
-        await FolderPublisher(tmp_path / "policies").publish(tmp_path / "nothing", 1)
+        await FolderPublisher(tmp_path / "policies", wait_until_served=_served).publish(tmp_path / "nothing", 1)
