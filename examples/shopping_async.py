@@ -7,9 +7,10 @@ success_after (held-out tasks, temperature 1), recovery_before, recovery_after, 
 
 import argparse
 import asyncio
-import json
 import time
 from pathlib import Path
+
+import msgspec
 
 from turngate.envs.shopping import ShoppingEnv, compute_recovery, held_out_tasks, train_tasks
 from turngate.learners import GRPO
@@ -25,16 +26,9 @@ def recovery(evaluation: Evaluation) -> float:
     return compute_recovery(([turn.state for turn in t.turns], t.outcome) for t in evaluation.trajectories).rate
 
 
-async def main(args: argparse.Namespace) -> dict[str, object]:
-    """Warm up, measure, train, measure again."""
+async def improve(args: argparse.Namespace, run_dir: Path, model: Path) -> dict[str, object]:
+    """Measure, train, measure again."""
     began = time.monotonic()
-    run_dir = Path(args.run_dir or f"runs/shopping-{time.strftime('%Y%m%d-%H%M%S')}")
-    print("1. Warm start: cloning a scripted shopper that overlooks half of what is wrong with an item ...", flush=True)
-    print(f"   run folder {run_dir}", flush=True)
-    model = run_dir / "warm-start"
-    if not args.resume:
-        shopping_policy(model, seed=args.seed)
-
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint, limits=Limits(max_turns=12, turn_timeout_s=30), max_concurrent=128)
         show_progress(runtime.events, every=5)
@@ -48,7 +42,7 @@ async def main(args: argparse.Namespace) -> dict[str, object]:
             runtime,
             ShoppingEnv,
             train_tasks(4096, seed=args.seed),
-            learner=GRPO(model, updates=args.updates),
+            learner=GRPO(model, updates=args.updates, seed=args.seed),
             updates=args.updates,
             run_dir=run_dir,
             group_size=8,
@@ -60,22 +54,34 @@ async def main(args: argparse.Namespace) -> dict[str, object]:
         print("4. The same held-out tasks after training", flush=True)
         after = await runtime.evaluate(ShoppingEnv, held_out, name="after")
 
-    for name, evaluation in (("before", before), ("after", after)):
+    measured = {"before": before, "after": after}
+    for name, evaluation in measured.items():
         print(f"\n--- one episode {name} training ---\n{render_transcript(evaluation.trajectories[0])}")
-    plot = plot_run(run_dir, marks={"held-out before": before.success, "held-out after": after.success})
-    print(f"\nheld-out success  before {before}   after {after}")
-    print(f"recovery after opening a wrong item  before {recovery(before):.2f}   after {recovery(after):.2f}")
+    print()
+    for name, evaluation in measured.items():
+        print(f"{name:6} held-out success {evaluation}, after opening a wrong item {recovery(evaluation):.2f}")
+    plot = plot_run(run_dir, marks={f"held-out {name}": e.success for name, e in measured.items()})
     print(f"{report.ledger.trained} episodes in {report.seconds:.0f} s; run folder {run_dir}, plot {plot}")
-    return {
-        "success_before": before.success,
-        "success_after": after.success,
-        "recovery_before": recovery(before),
-        "recovery_after": recovery(after),
-        "updates": report.updates,
-        "episodes": report.ledger.trained,
-        "seconds": time.monotonic() - began,
-        "run_dir": str(run_dir),
-    }
+    figures: dict[str, object] = {f"success_{name}": e.success for name, e in measured.items()}
+    figures |= {f"recovery_{name}": recovery(e) for name, e in measured.items()}
+    figures |= {"updates": report.updates, "episodes": report.ledger.trained}
+    return figures | {"seconds": time.monotonic() - began, "run_dir": str(run_dir)}
+
+
+def main(args: argparse.Namespace) -> None:
+    """Warm up, improve, and print the figures."""
+    run_dir = Path(args.run_dir or f"runs/shopping-{time.strftime('%Y%m%d-%H%M%S')}")
+    model = run_dir / "warm-start"
+    if not args.resume:
+        print("1. Warm start: cloning a scripted shopper that overlooks most of what is wrong with an item", flush=True)
+        shopping_policy(model, seed=args.seed)
+    try:
+        figures = msgspec.json.encode(asyncio.run(improve(args, run_dir, model))).decode()
+    except KeyboardInterrupt:
+        raise SystemExit(f"\nstopped; go on from the newest checkpoint with --resume --run-dir {run_dir}") from None
+    if args.json:
+        Path(args.json).write_text(figures + "\n")
+    print(figures)
 
 
 if __name__ == "__main__":
@@ -90,12 +96,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.resume and not arguments.run_dir:
         parser.error("--resume needs the --run-dir to go on with")
-    try:
-        figures = json.dumps(asyncio.run(main(arguments)))
-    except KeyboardInterrupt:
-        raise SystemExit(
-            "\nstopped; go on from the newest checkpoint with --resume --run-dir and the folder above"
-        ) from None
-    if arguments.json:
-        Path(arguments.json).write_text(figures + "\n")
-    print(figures)
+    main(arguments)
