@@ -13,6 +13,7 @@ from turngate.learners.cloning import CloningConfig
 from turngate.learners.recipes.arithmetic import arithmetic_policy
 
 PATH = Path(__file__).parents[2] / "examples" / "arithmetic_grpo.py"
+FIGURES = ["success_before", "success_after", "episodes", "updates", "seconds", "run_dir"]
 
 
 @pytest.fixture
@@ -26,12 +27,17 @@ def example(monkeypatch) -> ModuleType:
     return module
 
 
-async def test_two_updates_from_one_script_keep_parity_the_bound_and_every_episode(example, tmp_path, capsys):
+def test_two_updates_from_one_script_keep_parity_the_bound_and_every_episode(example, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    args = argparse.Namespace(seed=1, updates=2, max_staleness=1, evaluate=16, run_dir=str(run_dir), json=None)
-    figures = await example.main(args)
+    args = argparse.Namespace(
+        seed=1, updates=2, max_staleness=1, evaluate=16, run_dir=str(run_dir), json=str(tmp_path / "figures.json")
+    )
+    example.main(args)
+    printed = capsys.readouterr().out
+    figures = json.loads(printed.splitlines()[-1])
 
-    assert list(figures) == ["success_before", "success_after", "episodes", "updates", "seconds", "run_dir"]
+    assert list(figures) == FIGURES
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
     assert figures["updates"] == 2
     assert figures["episodes"] == 2 * 16 * 16
     assert 0.0 <= figures["success_before"] <= 1.0
@@ -42,9 +48,9 @@ async def test_two_updates_from_one_script_keep_parity_the_bound_and_every_episo
     assert max(row["lag_max"] for row in rows) <= 1
     assert rows[0]["parity_tokens"] == rows[0]["policy_tokens"] > 256  # the first batch is all fresh
     assert rows[0]["parity_max_abs"] < 1e-4
-    assert "held-out success  before" in capsys.readouterr().out
+    assert "before training: held-out success" in printed
 
 
 def test_the_script_says_what_its_last_line_holds(example):
-    for name in ("success_before", "success_after", "episodes", "updates", "seconds", "run_dir"):
+    for name in FIGURES:
         assert name in example.__doc__
