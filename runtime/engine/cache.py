@@ -62,7 +62,11 @@ class Entry:
 
 
 class PrefixCache:
-    """Finds computed prefixes. Mutable state: the block index, and the stored entries in order of last use."""
+    """Finds computed prefixes.
+
+    Mutable state: the block index over all entries; the stored entries in order of last use, and the same by their last
+    block key.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         """Keep at most `max_tokens` tokens of finished sequences; 0 stores none and finds none."""
@@ -70,6 +74,7 @@ class PrefixCache:
         self.tokens = 0
         self._index: dict[int, dict[Entry, None]] = {}
         self._stored: dict[Entry, None] = {}
+        self._ends: dict[int, dict[Entry, None]] = {}
 
     def __len__(self) -> int:
         """Number of finished sequences held."""
@@ -104,10 +109,12 @@ class PrefixCache:
 
     def store(self, entry: Entry, stored: Tensor) -> None:
         """Keep a finished sequence; drops what it makes redundant, then the least recently used beyond the bound."""
-        for older in self._redundant(entry):
+        for older in list(self._redundant(entry)):
             self.drop(older)
         entry.stored = stored
         self._stored[entry] = None
+        if entry.keys:
+            self._ends.setdefault(entry.keys[-1], {})[entry] = None
         self.tokens += len(entry.ids)
         while self.tokens > self.max_tokens:
             self.drop(next(iter(self._stored)))
@@ -115,15 +122,14 @@ class PrefixCache:
     def drop(self, entry: Entry) -> None:
         """Forget an entry, running or stored."""
         for key in entry.keys:
-            owners = self._index.get(key, {})
-            owners.pop(entry, None)
-            if not owners:
-                self._index.pop(key, None)
-        entry.keys = []
+            _discard(self._index, key, entry)
         if entry in self._stored:
+            if entry.keys:
+                _discard(self._ends, entry.keys[-1], entry)
             del self._stored[entry]
             self.tokens -= len(entry.ids)
             entry.stored = None
+        entry.keys = []
 
     def clear(self) -> None:
         """Forget everything: the weights changed."""
@@ -141,10 +147,11 @@ class PrefixCache:
 
     def _redundant(self, entry: Entry) -> Iterator[Entry]:
         """Yield stored entries that are prefixes of `entry`: the turns before it."""
+        # Only entries that end in a block of this one: hundreds of siblings may share the leading blocks.
         for depth, key in enumerate(entry.keys, 1):
-            for other in list(self._index.get(key, {})):
-                ends_here = len(other.keys) == depth and other is not entry and other in self._stored
-                if ends_here and _common_prefix(other.ids, entry.ids, depth) == len(other.ids):
+            for other in self._ends.get(key, ()):
+                is_prefix = len(other.keys) == depth and _common_prefix(other.ids, entry.ids, depth) == len(other.ids)
+                if is_prefix and other is not entry:
                     yield other
 
 
@@ -156,6 +163,13 @@ def block_keys(ids: Sequence[int], known: Sequence[int] = ()) -> list[int]:
         previous = hash((previous, *ids[start : start + BLOCK]))
         keys.append(previous)
     return keys
+
+
+def _discard(index: dict[int, dict[Entry, None]], key: int, entry: Entry) -> None:
+    owners = index.get(key, {})
+    owners.pop(entry, None)
+    if not owners:
+        index.pop(key, None)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int], blocks: int) -> int:

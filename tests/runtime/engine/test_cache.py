@@ -1,5 +1,6 @@
 import torch
 
+from turngate.runtime.engine import cache as cache_module
 from turngate.runtime.engine.cache import BLOCK, Entry, KVRows, PrefixCache, block_keys
 
 A = list(range(100, 100 + 5 * BLOCK))
@@ -56,6 +57,30 @@ def test_a_later_turn_replaces_the_turns_before_it():
     assert cache.tokens == len(A) + 2 * BLOCK
     assert find(cache, A[: 2 * BLOCK]) == (later, 2 * BLOCK)
     assert find(cache, sibling.ids) == (sibling, 2 * BLOCK)
+
+
+def test_storing_compares_with_what_ends_inside_not_with_every_sibling(monkeypatch):
+    compared = []
+    common_prefix = cache_module._common_prefix
+    monkeypatch.setattr(cache_module, "_common_prefix", lambda *args: compared.append(args) or common_prefix(*args))
+    cache = PrefixCache(10_000)
+    for i in range(20):
+        stored(cache, [*A, *[i] * BLOCK])
+    assert compared == []
+    stored(cache, [*A, *[3] * BLOCK, 7])
+    assert len(compared) == 1
+    assert len(cache) == 20
+
+
+def test_a_dropped_turn_is_not_replaced_again():
+    cache = PrefixCache(1000)
+    cache.drop(stored(cache, A[: 2 * BLOCK]))
+    stored(cache, A[: BLOCK - 1])  # too short for a key
+    stored(cache, A)
+    assert (len(cache), cache.tokens) == (2, BLOCK - 1 + len(A))
+    cache.clear()
+    stored(cache, [*A, 1])
+    assert len(cache) == 1
 
 
 def test_the_least_recently_used_entry_leaves_first():
