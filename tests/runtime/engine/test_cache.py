@@ -1,6 +1,5 @@
 import torch
 
-from turngate.runtime.engine import cache as cache_module
 from turngate.runtime.engine.cache import BLOCK, Entry, KVRows, PrefixCache, block_keys
 
 A = list(range(100, 100 + 5 * BLOCK))
@@ -59,28 +58,21 @@ def test_a_later_turn_replaces_the_turns_before_it():
     assert find(cache, sibling.ids) == (sibling, 2 * BLOCK)
 
 
-def test_storing_compares_with_what_ends_inside_not_with_every_sibling(monkeypatch):
-    compared = []
-    common_prefix = cache_module._common_prefix
-    monkeypatch.setattr(cache_module, "_common_prefix", lambda *args: compared.append(args) or common_prefix(*args))
+def test_storing_looks_at_what_ends_inside_not_at_every_sibling():
     cache = PrefixCache(10_000)
-    for i in range(20):
-        stored(cache, [*A, *[i] * BLOCK])
-    assert compared == []
-    stored(cache, [*A, *[3] * BLOCK, 7])
-    assert len(compared) == 1
-    assert len(cache) == 20
+    siblings = [stored(cache, [*A, *[i] * BLOCK]) for i in range(20)]
+    later = added(cache, [*siblings[3].ids, 7])
+    cache._index.clear()  # it names all siblings under each of their shared blocks
+    assert list(cache._redundant(later)) == [siblings[3]]
 
 
-def test_a_dropped_turn_is_not_replaced_again():
+def test_nothing_is_left_in_the_indices_of_what_was_dropped():
     cache = PrefixCache(1000)
-    cache.drop(stored(cache, A[: 2 * BLOCK]))
-    stored(cache, A[: BLOCK - 1])  # too short for a key
-    stored(cache, A)
-    assert (len(cache), cache.tokens) == (2, BLOCK - 1 + len(A))
-    cache.clear()
-    stored(cache, [*A, 1])
-    assert len(cache) == 1
+    entries = [stored(cache, ids) for ids in (A[: BLOCK - 1], A[: 2 * BLOCK], A, [*A, 1], [0, *A])]
+    assert len(cache) == 3
+    for entry in entries:
+        cache.drop(entry)
+    assert (cache._index, cache._ends, cache._stored, cache.tokens) == ({}, {}, {}, 0)
 
 
 def test_the_least_recently_used_entry_leaves_first():
