@@ -62,7 +62,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         policy_version=arguments.policy_version,
         max_running=arguments.max_running,
         max_waiting=arguments.max_waiting,
-    ).validated()
+    )
     if config.api_key is None and config.host not in ("127.0.0.1", "localhost", "::1"):
         print(
             f"turngate: serving on {config.host} without --api-key: everybody who reaches it can replace the weights",

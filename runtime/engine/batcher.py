@@ -86,7 +86,7 @@ class Batcher:
 
     def submit(self, request: Request) -> int | Rejection:
         """Queue a request; returns its sequence id, or why it was not taken."""
-        rejection = check_request(request, self._model.config.vocab_size, self._model.config.max_context)
+        rejection = check_request(request, self._model.config.max_context)
         if rejection is None and len(self._waiting) >= self.config.max_waiting:
             message = f"requests must wait for a slot and {len(self._waiting)} already do; try again later"
             rejection = Rejection("max_waiting", message, "overloaded")
@@ -317,8 +317,10 @@ def _score_prompt(sequence: LiveSequence, logits_TV: torch.Tensor) -> None:
 
 def _check_config(config: BatcherConfig, model: PolicyModel, tokenizer: Tokenizer) -> None:
     if len(tokenizer) != model.config.vocab_size:
-        sizes = f"expected {model.config.vocab_size} tokens, got {len(tokenizer)}"
-        raise ConfigError(f"tokenizer must fit the model: {sizes}; load both from one model folder")
+        raise ConfigError(
+            f"model and tokenizer must share one vocabulary: expected {len(tokenizer)} tokens, got a model of "
+            f"{model.config.vocab_size}; keep tokenizer.json beside the weights it was trained with"
+        )
     for name in ("max_running", "max_waiting", "max_prefill_tokens"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1: got {getattr(config, name)} (BatcherConfig)")

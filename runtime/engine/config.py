@@ -10,7 +10,10 @@ __all__ = ["EngineConfig"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one engine, checked by `validated`."""
+    """Settings of one engine.
+
+    Raises: ConfigError: a setting cannot work.
+    """
 
     host: str = "127.0.0.1"
     """Loopback by default: the engine loads weights from any path it is told."""
@@ -36,11 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Root of the streams of requests that bring no seed; None draws one."""
 
-    def validated(self) -> "EngineConfig":
-        """Return self.
-
-        Raises: ConfigError: a setting cannot work.
-        """
+    def __post_init__(self) -> None:
         for name in ("max_running", "max_waiting", "max_body_bytes", "keep_alive_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive: got {getattr(self, name)}; leave it out for the default")
@@ -50,4 +49,3 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"policy_version must be at least 0: got {self.policy_version}; versions only grow")
         if self.api_key == "":
             raise ConfigError("api_key must not be empty: got ''; use None to serve without one")
-        return self

@@ -106,7 +106,7 @@ class Engine:
             on_update=on_update,
             seed=seed,
         )
-        return cls(model, tokenizer, config.validated(), mode, start_timeout_s)
+        return cls(model, tokenizer, config, mode, start_timeout_s)
 
     def __repr__(self) -> str:
         state = "dead" if self._death else "left" if self._is_leaving else self.url or "not started"

@@ -27,10 +27,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. `n` choices are `n` requests that differ in their seeds."""
 
     prompt_ids: Sequence[int]
+    """Ids of the vocabulary; not checked again."""
     max_tokens: int = 16
     """Cap on generated tokens; 0 with `echo` only scores the prompt."""
     temperature: float = 1.0
-    """0 is greedy: the likeliest token, lowest id first, with log-prob 0."""
+    """0 is greedy: the likeliest token, lowest id first, with the log-prob that the untempered model gives it."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary. Applied before top_p, as vLLM and Hugging Face do."""
@@ -77,7 +78,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     """Generated ids as sampled, the stop token included."""
     logprobs: list[float]
-    """Log-prob of each token under the distribution it was drawn from; aligned with token_ids."""
+    """Log-prob of each token under the distribution it was drawn from (greedy ones: under the untempered model's);
+    aligned with token_ids."""
     versions: list[int]
     """Policy version that produced each token; aligned with token_ids."""
     text: str

@@ -1,17 +1,13 @@
 """One sequence on its way through the batcher, and the checks a request passes first."""
 
 import math
-from collections.abc import Sequence
 
 from turngate.runtime.engine.cache import Entry, block_keys
 from turngate.runtime.engine.request import Finished, FinishReason, Progress, Rejection, Request, TopLogprobs
 from turngate.runtime.engine.stops import TextWatcher
 from turngate.runtime.engine.tokenizer import Tokenizer
 
-__all__ = ["MAX_TOP_LOGPROBS", "LiveSequence", "check_request"]
-
-MAX_TOP_LOGPROBS = 20
-"""As OpenAI's API: each one costs a sort and a pair per token."""
+__all__ = ["LiveSequence", "check_request"]
 
 
 class LiveSequence:
@@ -110,13 +106,14 @@ class LiveSequence:
         )
 
 
-def check_request(request: Request, vocab_size: int, max_context: int) -> Rejection | None:
-    """Return why a request cannot be served, or None when it can."""
+def check_request(request: Request, max_context: int) -> Rejection | None:
+    """Return why a request cannot be served, or None when it can.
+
+    Ids are taken to be the vocabulary's: whoever takes them from outside checks them.
+    """
     prompt = request.prompt_ids
-    outside = [] if not prompt or (min(prompt) >= 0 and max(prompt) < vocab_size) else _outside(prompt, vocab_size)
     checks = (
         ("prompt_ids", len(prompt) > 0, "must not be empty: got no tokens"),
-        ("prompt_ids", not outside, f"must hold ids in [0, {vocab_size}): got {outside[:1]}"),
         (
             "prompt_ids",
             len(prompt) + (request.max_tokens > 0) <= max_context,
@@ -135,17 +132,8 @@ def check_request(request: Request, vocab_size: int, max_context: int) -> Reject
         ("top_p", 0 < request.top_p <= 1, f"must lie in (0, 1]: got {request.top_p}"),
         ("top_k", request.top_k >= 0, f"must be at least 0, which keeps every token: got {request.top_k}"),
         ("stop", all(request.stop), "must not hold an empty string: every text contains it"),
-        (
-            "top_logprobs",
-            0 <= request.top_logprobs <= MAX_TOP_LOGPROBS,
-            f"must lie in [0, {MAX_TOP_LOGPROBS}]: got {request.top_logprobs}",
-        ),
     )
     for param, is_fine, message in checks:
         if not is_fine:
             return Rejection(param, f"{param} {message}")
     return None
-
-
-def _outside(ids: Sequence[int], vocab_size: int) -> list[int]:
-    return [token for token in ids if not 0 <= token < vocab_size]

@@ -42,25 +42,14 @@ _WEIGHTS = msgspec.json.Decoder(WeightsRequest)
 
 
 def load_model(folder: Path) -> tuple[PolicyModel, Tokenizer]:
-    """Read a model folder.
+    """Read a model folder; whoever serves it checks that the two fit each other.
 
-    Raises: ConfigError: it is no model folder, or its weights and vocabulary do not fit its config.
+    Raises: ConfigError: it is no model folder, or its weights do not fit its config.
     """
     try:
-        model, tokenizer = PolicyModel.load(folder), Tokenizer.load(folder)
+        return PolicyModel.load(folder), Tokenizer.load(folder)
     except PublishError as error:
         raise ConfigError(str(error)) from error
-    check_vocabulary(model, tokenizer)
-    return model, tokenizer
-
-
-def check_vocabulary(model: PolicyModel, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError when the model could sample ids that the tokenizer cannot read, or the reverse."""
-    if model.config.vocab_size != len(tokenizer):
-        raise ConfigError(
-            f"model and tokenizer must share one vocabulary: expected {len(tokenizer)} tokens, got a model of "
-            f"{model.config.vocab_size}; keep tokenizer.json beside the weights it was trained with"
-        )
 
 
 class EngineServer:
@@ -73,10 +62,9 @@ class EngineServer:
     def __init__(self, model: PolicyModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
         """Prepare to serve. The server owns `model` from now on: weight updates change it.
 
-        Raises: ConfigError: a setting, or the pair of model and tokenizer, cannot work.
+        Raises: ConfigError: model and tokenizer do not fit each other.
         """
-        self._config = config.validated()
-        check_vocabulary(model, tokenizer)
+        self._config = config
         self._model = model
         batching = BatcherConfig(
             max_running=config.max_running, max_waiting=config.max_waiting, on_update=config.on_update

@@ -314,8 +314,6 @@ def test_a_full_queue_turns_requests_away_as_overloaded(make):
     ("settings", "param", "message"),
     [
         ({"prompt_ids": []}, "prompt_ids", "must not be empty"),
-        ({"prompt_ids": [0, len(TOKENIZER)]}, "prompt_ids", rf"got \[{len(TOKENIZER)}\]"),
-        ({"prompt_ids": [-1]}, "prompt_ids", r"got \[-1\]"),
         ({"prompt_ids": [1] * 256}, "prompt_ids", "context of 256 tokens: got 256"),
         ({"max_tokens": 0}, "max_tokens", "at least 1, or 0 with echo: got 0"),
         ({"temperature": -0.1}, "temperature", "got -0.1"),
@@ -324,7 +322,6 @@ def test_a_full_queue_turns_requests_away_as_overloaded(make):
         ({"top_p": 1.1}, "top_p", "got 1.1"),
         ({"top_k": -1}, "top_k", "got -1"),
         ({"stop": ("",)}, "stop", "empty string"),
-        ({"top_logprobs": 21}, "top_logprobs", r"\[0, 20\]: got 21"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_turned_away_with_the_field_named(make, settings, param, message):
@@ -370,5 +367,5 @@ def test_settings_and_tokenizers_that_cannot_work_are_refused(make, make_policy)
         make(max_running=0)
     with pytest.raises(ConfigError, match="max_cached_tokens must be at least 0"):
         make(max_cached_tokens=-1)
-    with pytest.raises(ConfigError, match="tokenizer must fit the model"):
+    with pytest.raises(ConfigError, match="share one vocabulary"):
         Batcher(make_policy(len(TOKENIZER) + 1), TOKENIZER)

@@ -174,6 +174,7 @@ async def test_echo_scores_the_prompt(http, start_server, tokenizer):
         ("/v1/completions", {"prompt": ""}, 400, "prompt", None),
         ("/v1/completions", {"prompt": [5, 10**6]}, 400, "prompt", None),
         ("/v1/completions", {"prompt": [5, -1]}, 400, "prompt", None),
+        ("/v1/completions", {"prompt": [[5], [5, -1]], "stream": True}, 400, "prompt", None),
         ("/v1/completions", {"prompt": "red", "echo": True, "stream": True}, 400, "echo", None),
         ("/v1/chat/completions", {**CHAT, "seed": 666}, 400, "seed", None),
         ("/v1/chat/completions", {**CHAT, "seed": 666, "stream": True}, 400, "seed", None),
@@ -409,7 +410,7 @@ async def test_taken_port_is_a_clear_error(start_server):
 )
 def test_bad_setting_is_a_clear_error(settings, message):
     with pytest.raises(ConfigError, match=message):
-        EngineConfig(**settings).validated()
+        EngineConfig(**settings)
 
 
 def test_model_and_tokenizer_must_fit_each_other(tiny_model, tmp_path):
