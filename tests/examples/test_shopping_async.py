@@ -1,0 +1,47 @@
+"""The main example, as its user runs it, at a tiny size."""
+
+import argparse
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from turngate.learners import CloningConfig
+from turngate.learners.recipes.shopping import shopping_policy
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "shopping_async.py"
+
+
+def test_the_script_warms_up_measures_trains_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("shopping_async", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    tiny = functools.partial(shopping_policy, config=CloningConfig(steps=40))
+    monkeypatch.setattr(script, "shopping_policy", tiny)
+    run_dir, figures = tmp_path / "run", tmp_path / "figures.json"
+
+    script.main(
+        argparse.Namespace(
+            seed=1,
+            updates=1,
+            max_staleness=1,
+            evaluate=8,
+            run_dir=str(run_dir),
+            resume=False,
+            json=str(figures),
+        )
+    )
+
+    said = capsys.readouterr().out
+    last = json.loads(said.splitlines()[-1])
+    assert last == json.loads(figures.read_text())
+    assert (last["updates"], last["episodes"], last["run_dir"]) == (1, 128, str(run_dir))
+    assert "--- one episode before training ---" in said
+    for name in ("config.json", "metrics.jsonl", "events.jsonl", "report.json", "progress.png"):
+        assert (run_dir / name).stat().st_size > 0
