@@ -18,6 +18,7 @@ from typing import Any
 
 from turngate.envs.shopping import ShoppingEnv, held_out_tasks, train_tasks
 from turngate.learners import GRPO
+from turngate.learners.offpolicy import Correction
 from turngate.learners.recipes.shopping import shopping_policy
 from turngate.runtime import Limits, Runtime, train
 from turngate.runtime.engine import Engine
@@ -26,7 +27,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eta0": {"eta": 0},
     "eta1": {"eta": 1},
     "eta4": {"eta": 4},
-    "eta4_uncorrected": {"eta": 4, "learner": {"off_policy": "none"}},
+    # The clip stays; only the weight of the sampler's policy against the proximal one is taken away.
+    "eta4_uncorrected": {"eta": 4, "learner": {"correction": Correction(lower=1.0, upper=1.0)}},
 }
 
 
