@@ -27,7 +27,7 @@ async def run(model: Path, folder: Path, eta: int, args: argparse.Namespace) -> 
     """Take the updates once at staleness bound `eta`."""
     env = functools.partial(ShoppingEnv, latency_s=HeavyTail(mean_s=args.tool_ms / 1000, max_s=5.0))
     async with Engine.start(model) as engine:
-        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=12), max_concurrent=args.max_concurrent)
+        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=16), max_concurrent=args.max_concurrent)
         return await train(
             runtime,
             env,

@@ -37,7 +37,7 @@ async def run(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any
     setting = SETTINGS[name]
     env = functools.partial(ShoppingEnv, latency_s=args.tool_ms / 1000)
     async with Engine.start(model) as engine:
-        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=12), max_concurrent=args.max_concurrent)
+        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=16), max_concurrent=args.max_concurrent)
         report = await train(
             runtime,
             env,

@@ -30,7 +30,7 @@ async def improve(args: argparse.Namespace, run_dir: Path, model: Path) -> dict[
     """Measure, train, measure again."""
     began = time.monotonic()
     async with Engine.start(model) as engine:
-        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=12, turn_timeout_s=30), max_concurrent=128)
+        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=16, turn_timeout_s=30), max_concurrent=128)
         show_progress(runtime.events, every=5)
 
         print(f"2. Held-out tasks before training, against {engine.url}", flush=True)

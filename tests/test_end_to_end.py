@@ -69,7 +69,7 @@ async def test_training_logprobs_equal_behaviour_logprobs_through_every_context(
 async def test_slow_agents_span_updates_and_no_token_is_staler_than_the_bound(model: Path, tmp_path: Path) -> None:
     env = functools.partial(ShoppingEnv, latency_s=HeavyTail(mean_s=0.05, max_s=1.0))
     async with Engine.start(model) as engine:
-        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=12))
+        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=16))
         report = await train(
             runtime,
             env,
