@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MAX_TURNS = 15
-"""Trying the colour of all four relevant items one after the other and buying the last takes 13 turns; 2 are for slips."""
+"""Trying the colour of four relevant items in turn and buying the last takes 13 turns; 2 are for slips."""
 
 Split = Literal["train", "held_out"]
 

@@ -138,9 +138,9 @@ def test_three_invalid_actions_end_the_episode_in_failure():
 
 
 def test_running_out_of_turns_is_the_tasks_failure_not_a_truncation():
-    shop, step = played(*[SEARCH] * 12)
-    assert (step.end, step.rewards, shop.turns) == (End.budget, {"outcome": 0.0}, 12)
-    assert played(*[SEARCH] * 11)[1].end is None
+    shop, step = played(*[SEARCH] * 15)
+    assert (step.end, step.rewards, shop.turns) == (End.budget, {"outcome": 0.0}, 15)
+    assert played(*[SEARCH] * 14)[1].end is None
 
 
 def test_buying_with_the_last_turn_still_counts():

@@ -93,7 +93,7 @@ def test_ids_do_not_change_between_versions():
 
 
 def test_the_turn_budget_is_the_tasks_own():
-    assert train_tasks(1, 0)[0].data["max_turns"] == 12
+    assert train_tasks(1, 0)[0].data["max_turns"] == 15
     assert train_tasks(1, 0, max_turns=5)[0].data["max_turns"] == 5
     assert held_out_tasks(1, 0, max_turns=None)[0].data["max_turns"] is None
 
