@@ -68,7 +68,10 @@ _FAILURES = frozenset({End.cancelled, End.env_error, End.endpoint_error, End.too
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem for an agent. `data` must survive a JSON round trip."""
+    """One problem for an agent. `data` must survive a JSON round trip.
+
+    Raises: TypeError: a field is of another type; most often data given where the prompt belongs.
+    """
 
     id: str
     """Unique within the run."""
@@ -76,6 +79,13 @@ class Task(msgspec.Struct, frozen=True):
     """The task in words, for people and transcripts."""
     data: dict[str, Any] = {}
     """What the environment needs to set the task up."""
+
+    def __post_init__(self) -> None:
+        # Structs check types when they are decoded, not when they are made.
+        for name, kind in (("id", str), ("prompt", str), ("data", dict)):
+            if not isinstance(value := getattr(self, name), kind):
+                hint = f"; name the arguments: Task({self.id!r}, data={{...}})" if isinstance(value, dict) else ""
+                raise TypeError(f"{name} must be a {kind.__name__}: got {type(value).__name__} {value!r:.80}{hint}")
 
 
 class ToolSpec(msgspec.Struct, frozen=True):

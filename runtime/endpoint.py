@@ -246,8 +246,7 @@ class Endpoint:
 
         Raises as `complete` does; MalformedReply also when the server cannot echo log-probs.
         """
-        sampling = Sampling(max_tokens=0)
-        reply = await self._complete_text(token_ids, sampling, seed=None, echo=True, timeout_s=timeout_s)
+        reply = await self._complete_text(token_ids, Sampling(), seed=None, echo=True, timeout_s=timeout_s)
         found = reply.choices[0].logprobs if reply.choices else None
         logprobs = (found.token_logprobs if found is not None else None) or []
         try:
@@ -271,7 +270,7 @@ class Endpoint:
             prompt=prompt,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
+            max_tokens=0 if echo else sampling.max_tokens,  # a text to score needs no continuation
             logprobs=1,
             top_k=self._top_k(sampling),
             return_token_ids=True if self._extensions else None,

@@ -6,6 +6,7 @@ A trajectory holds its tokens as segments: sequences whose prefix really was the
 segment are token aligned (index s belongs to token s) and stored as bytes in machine byte order.
 """
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from turngate.envs.base import End, Snapshot, Task, ToolCall
+from turngate.runtime.errors import ConfigError
 
 __all__ = [
     "NO_TURN",
@@ -45,15 +47,30 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How completions are drawn. The defaults sample the policy itself."""
+    """How completions are drawn. The defaults sample the policy itself.
+
+    Raises: ConfigError: no server could sample like this.
+    """
 
     temperature: float = 1.0
+    """0 takes the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     max_tokens: int = 64
     """Cap on generated tokens per turn."""
     stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Written so that NaN fails: it is neither too small nor too large.
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature must be a finite number >= 0: got {self.temperature} (Sampling)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be above 0 and at most 1: got {self.top_p} (Sampling); 1 keeps all tokens")
+        if not self.top_k >= 0:
+            raise ConfigError(f"top_k must be 0 or more: got {self.top_k} (Sampling); 0 keeps the whole vocabulary")
+        if not self.max_tokens >= 1:
+            raise ConfigError(f"max_tokens must be 1 or more: got {self.max_tokens} (Sampling)")
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@ import msgspec
 import pytest
 
 from turngate.envs.base import End, Task
-from turngate.runtime.types import NO_TURN, NO_VERSION, Group, Segment, Trajectory, Turn
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.types import NO_TURN, NO_VERSION, Group, Sampling, Segment, Trajectory, Turn
 
 SEGMENT = Segment.of([5, 6, 7, 8], [0, 1, 1, 0], [0, -0.5, -1.25, 0], [-1, 3, 4, -1], [-1, 0, 0, -1])
 
@@ -51,3 +52,26 @@ def test_version_ranges_ignore_context_and_empty_members() -> None:
 @pytest.mark.parametrize("end", list(End))
 def test_every_end_is_of_exactly_one_kind(end: End) -> None:
     assert end.is_terminal + end.is_truncation + end.is_failure == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"max_tokens": 0},
+    ],
+    ids=str,
+)
+def test_sampling_that_no_server_could_do_is_refused(wrong: dict[str, float]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=rf"^{name} must be .*got {value} \(Sampling\)"):
+        msgspec.structs.replace(Sampling(), **wrong)
+
+
+def test_greedy_and_truncated_sampling_are_allowed() -> None:
+    assert Sampling(temperature=0, top_p=0.1, top_k=1, max_tokens=1).max_tokens == 1
