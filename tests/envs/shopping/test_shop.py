@@ -213,7 +213,7 @@ def test_search_relevance_is_mostly_right_and_sometimes_disappoints():
             first[query] += listed[0] in ("item_2", "item_5")
             shown[query] += any(item in ("item_2", "item_5") for item in listed)
     assert first["hiking backpack"] < 50
-    assert 250 < shown["hiking backpack"] < 450  # on the first page of one search in three
+    assert 80 < shown["hiking backpack"] < 250  # on the first page of one search in six or so
     assert 150 < first["backpack"] < 250  # one of five backpacks, blindly
 
 
