@@ -111,13 +111,13 @@ def _metrics(
     trajectories = [t for group in batch.groups for t in group.trajectories]
     counted = [r.keep_G for r in results]
     kept_R = torch.cat([r[k] for r, k in zip(rewards, counted, strict=True)]) if results else torch.zeros(0)
-    groups = [r for r in results if r.n_valid > 0]
 
     def fraction(count: float, of: int) -> float:
         return count / of if of else 0.0
 
     return {
-        "degenerate_fraction": fraction(sum(r.is_degenerate for r in groups), len(groups)),
+        # Of all groups on offer: one in which nobody votes teaches as little as one of equals.
+        "degenerate_fraction": fraction(sum(r.is_degenerate for r in results), len(results)),
         "incomplete_groups": float(n_short),
         "valid_members_mean": fraction(sum(r.n_valid for r in results), len(results)),
         "excluded_truncated": float(sum(t.end.is_truncation for t in trajectories)),

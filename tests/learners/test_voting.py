@@ -86,6 +86,13 @@ def test_degenerate_groups_are_told_from_the_others() -> None:
     assert votes.metrics["degenerate_fraction"] == 0.5
 
 
+def test_groups_in_which_nobody_votes_teach_nothing_either() -> None:
+    cut_short = [member(0.0, End.turn_limit), member(1.0, End.turn_limit)]
+    votes = assess(batch(cut_short, [member(1.0), member(0.0)], [member(1.0), member(0.0, End.timeout)]), DR_GRPO)
+    assert votes.metrics["degenerate_fraction"] == pytest.approx(2 / 3)
+    assert assess(batch(cut_short), DR_GRPO).metrics["degenerate_fraction"] == 1.0
+
+
 def test_b1_11_penalties_move_baseline_and_advantage_together() -> None:
     votes = assess(batch([member(1.0), member(0.0)]), DR_GRPO, penalties_I=torch.tensor([0.5, 0.0]))
     assert votes.advantages_I.tolist() == [0.25, -0.25]
