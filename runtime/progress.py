@@ -3,35 +3,94 @@
 import sys
 from typing import TextIO
 
-from turngate.runtime.events import EvaluationFinished, Events, UpdateFinished
+from turngate.envs.base import End
+from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
 
 __all__ = ["show_progress"]
+
+_WARN_EVERY = 10
+"""Updates between two warnings that there was nothing to learn from: a solved task would repeat it without end."""
+_ERROR_CHARS = 160
 
 
 def show_progress(events: Events, *, every: int = 1, file: TextIO | None = None) -> None:
     """Print a line for each evaluation and for every `every`-th update.
 
-    `success` is over the batch just trained on; `lag` is mean and maximum staleness of its tokens in policy versions;
-    `learner` and `slots` are the shares of time the learner worked and the rollout slots were taken.
+    `success` is over the batch just trained on, `truncated` the share of its episodes that were cut short, if any;
+    `lag` is mean and maximum staleness of its tokens in policy versions; `learner` and `slots` are the shares of time
+    the learner worked and the rollout slots were taken. A line of its own says how many rollouts failed since the line
+    before, and another one, at most every tenth update, that an update had nothing to learn from.
     """
+    progress = _Progress(every, file)
+    events.subscribe(RolloutFinished, progress.on_rollout)
+    events.subscribe(UpdateFinished, progress.on_update)
+    events.subscribe(EvaluationFinished, progress.on_evaluation)
 
-    def on_update(event: UpdateFinished) -> None:
-        if event.policy_version % every == 0:
-            m = event.metrics
-            _say(
-                f"update {m['update']:4.0f}  success {m['success']:.2f}  lag {m['lag_mean']:.1f}/{m['lag_max']:.0f}  "
+
+class _Progress:
+    # State.
+    _failed: int  # rollouts since they were last reported
+    _first_failure: str
+    _quiet_until: int  # no warning before this update
+
+    def __init__(self, every: int, file: TextIO | None) -> None:
+        self._every, self._file = every, file
+        self._failed, self._first_failure, self._quiet_until = 0, "", 0
+
+    def on_rollout(self, event: RolloutFinished) -> None:
+        trajectory = event.trajectory
+        if not trajectory.end.is_failure or trajectory.end is End.cancelled:  # stopping a run is not an error
+            return
+        if not self._failed:
+            error = " ".join(trajectory.error.split())[:_ERROR_CHARS]
+            self._first_failure = f"{trajectory.id}, {trajectory.end.value}: {error}"
+        self._failed += 1
+
+    def on_update(self, event: UpdateFinished) -> None:
+        m = event.metrics
+        if event.policy_version % self._every == 0:
+            truncated = f"truncated {m['truncated']:.2f}  " if m["truncated"] else ""
+            self._say(
+                f"update {m['update']:4.0f}  success {m['success']:.2f}  {truncated}"
+                f"lag {m['lag_mean']:.1f}/{m['lag_max']:.0f}  "
                 f"{m['episodes_per_s']:5.1f} episodes/s  {m['policy_tokens_per_s']:6.0f} tokens/s  "
-                f"learner {m['learner_busy_share']:4.0%}  slots {m['slots_busy_share']:4.0%}",
-                file,
+                f"learner {m['learner_busy_share']:4.0%}  slots {m['slots_busy_share']:4.0%}"
             )
+            self._say_failures()
+        if m["update"] >= self._quiet_until and (why := _why_no_signal(m)):
+            self._quiet_until = int(m["update"]) + _WARN_EVERY
+            self._say(f"warning: update {m['update']:.0f} had nothing to learn from: {why}")
 
-    def on_evaluation(event: EvaluationFinished) -> None:
+    def on_evaluation(self, event: EvaluationFinished) -> None:
         rate = event.successes / max(1, event.episodes)
-        _say(f"{event.name}: success {rate:.3f} on {event.episodes} episodes in {event.seconds:.1f} s", file)
+        self._say(f"{event.name}: success {rate:.3f} on {event.episodes} episodes in {event.seconds:.1f} s")
+        self._say_failures()
 
-    events.subscribe(UpdateFinished, on_update)
-    events.subscribe(EvaluationFinished, on_evaluation)
+    def _say_failures(self) -> None:
+        if self._failed:
+            self._say(f"  failed rollouts since the last line: {self._failed}; the first: {self._first_failure}")
+            self._failed = 0
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._file or sys.stdout, flush=True)
 
 
-def _say(line: str, file: TextIO | None) -> None:
-    print(line, file=file or sys.stdout, flush=True)
+def _why_no_signal(m: dict[str, float]) -> str:
+    """Return what to look at when an update could not change the policy; empty when it could.
+
+    Learners of your own may not report these figures; then nothing is said.
+    """
+    degenerate, steps = m.get("degenerate_fraction", 0.0), m.get("optimizer_steps", 1.0)
+    if degenerate < 1 and steps > 0:
+        return ""
+    if m["truncated"] >= 0.5:
+        return (
+            f"{m['truncated']:.0%} of its episodes were cut short, and those do not train; raise the limits, or let "
+            "the environment end such episodes with End.budget"
+        )
+    if degenerate == 1:
+        return (
+            f"in no group did the rewards differ (mean {m['reward']:g}); look at rewards and ends in a transcript: "
+            "too hard, solved, or never rewarded?"
+        )
+    return "no optimizer step was taken; look at the learner's figures in metrics.jsonl"
