@@ -4,7 +4,9 @@ The worker answers one request at a time, in order. Requests and replies cross t
 pickle is the learner object itself, sent once by the parent to the child it spawned.
 """
 
+import atexit
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -63,6 +65,7 @@ class _Reply(msgspec.Struct):
     updates: int
     """Updates completed since the worker started, this request included."""
     report: UpdateReport | None = None
+    """Of the last of them; None when there is none, or it could not be read."""
     error: str | None = None
 
 
@@ -75,11 +78,13 @@ class LearnerWorker:
 
     # State.
     updates: int  # updates the learner has completed, as far as its replies have told
+    report: UpdateReport | None  # of the last of them, also when the call for it was cancelled
 
     def __init__(self, channel: _Channel) -> None:
         """Wrap a started channel; `start_learner` makes one."""
         self._channel = channel
         self.updates = 0
+        self.report = None
 
     async def load(self, folder: Path | None) -> None:
         """Get the learner ready, from a checkpoint folder or from its configured start."""
@@ -101,7 +106,7 @@ class LearnerWorker:
 
     async def _call(self, request: _Request) -> _Reply:
         reply = await self._channel.call(request)
-        self.updates = reply.updates
+        self.updates, self.report = reply.updates, reply.report
         if reply.error is not None:
             raise LearnerError(reply.error)
         return reply
@@ -132,25 +137,26 @@ class _Host:
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._updates = learner, 0
+        self._report: UpdateReport | None = None
 
     def handle(self, request: _Request) -> _Reply:
-        report = None
         try:
             match request:
                 case _Load(folder):
                     self._learner.load(None if folder is None else Path(folder))
                 case _Update(batch):
                     report = self._learner.update(batch)
-                    self._updates += 1
-                    report = _plain(report)
+                    self._updates, self._report = self._updates + 1, None
+                    self._report = _plain(report)
                 case _SaveWeights(path):
                     self._learner.save_weights(Path(path))
                 case _Save(folder):
                     self._learner.save(Path(folder))
         except Exception as error:  # the boundary: user learners raise anything, and the caller must see it
             told = "".join(traceback.format_exception(error)).rstrip()
-            return _Reply(self._updates, error=f"learner failed in {type(request).__name__[1:]}: {error}\n{told}")
-        return _Reply(self._updates, report)
+            error_text = f"learner failed in {type(request).__name__[1:]}: {error}\n{told}"
+            return _Reply(self._updates, self._report, error_text)
+        return _Reply(self._updates, self._report)
 
 
 def _plain(report: object) -> UpdateReport:
@@ -198,6 +204,9 @@ class _ProcessChannel:
             for key in added:
                 del os.environ[key]
         theirs.close()
+        # For a script that ends without closing us: multiprocessing would send SIGTERM, which the child leaves to us,
+        # and wait for ever.
+        atexit.register(self._process.kill)
         self._turn = threading.Lock()
         self._limiter = anyio.CapacityLimiter(_WAITING_CALLS)
 
@@ -219,12 +228,10 @@ class _ProcessChannel:
             ) from error
 
     def close(self) -> None:
-        # Terminating first wakes a thread that may still be waiting for a reply.
-        self._process.terminate()
-        self._process.join(timeout=5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        # First, since it wakes a thread that may still be waiting for a reply.
+        self._process.kill()
+        self._process.join()
+        atexit.unregister(self._process.kill)
         self._connection.close()
 
 
@@ -246,8 +253,12 @@ def _lean(batch: Batch) -> Batch:
 
 
 def _serve(connection: Connection, learner: Learner) -> None:
-    """Run in the child until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent decides what to save
+    """Run in the child until the parent hangs up, or dies."""
+    # Ctrl-C goes to the whole group, and service managers send SIGTERM to all: the parent decides what to save. SIGTERM
+    # is handled rather than ignored, which processes that the learner starts would inherit.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    threading.Thread(target=_end_with_parent, name="turngate-parent-watch", daemon=True).start()
     host = _Host(learner)
     while True:
         try:
@@ -259,3 +270,11 @@ def _serve(connection: Connection, learner: Learner) -> None:
             connection.send_bytes(msgspec.msgpack.encode(reply))
         except (BrokenPipeError, OSError):
             return
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone: a long update would go on for nobody, and keep its memory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "the learner process is started by multiprocessing"
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)

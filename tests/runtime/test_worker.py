@@ -1,4 +1,10 @@
 import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import cast
 
@@ -95,7 +101,71 @@ async def test_after_a_cancelled_update_the_next_call_gets_its_own_reply(mode: W
             await update
         await worker.save(tmp_path)
         assert worker.updates == 1  # the cancelled update finished, and is known to have
+        assert worker.report is not None
+        assert worker.report.metrics["count"] == 1  # and what it reported, too
     assert (tmp_path / "count").read_text() == "1"
+
+
+async def test_a_report_that_could_not_be_read_is_not_taken_for_the_last_one() -> None:
+    learner = ReportingLearner(UpdateReport({"loss": 1.0}))
+    async with start_learner(learner, mode="thread") as worker:
+        await worker.update(EMPTY)
+        learner.report = None
+        with pytest.raises(LearnerError, match="must return an UpdateReport"):
+            await worker.update(EMPTY)
+        assert (worker.updates, worker.report) == (2, None)
+
+
+async def test_a_learner_process_leaves_sigterm_to_its_parent(tmp_path: Path) -> None:
+    """Service managers send it to every process at once."""
+    async with start_learner(CountingLearner(update_s=0.3)) as worker:
+        await worker.load(None)
+        update = asyncio.create_task(worker.update(EMPTY))
+        await asyncio.sleep(0.05)
+        os.kill(worker._channel._process.pid, signal.SIGTERM)  # type: ignore[attr-defined]
+        assert (await update).metrics["count"] == 1
+
+
+SCRIPT = """
+    import asyncio, os
+    from turngate.runtime.testing.learner import CountingLearner
+    from turngate.runtime.types import Batch
+    from turngate.runtime.worker import LearnerWorker, _ProcessChannel
+
+    async def main():
+        worker = LearnerWorker(_ProcessChannel(CountingLearner(update_s=600)))
+        await worker.load(None)
+        print("loaded", flush=True)
+        {then}
+
+    asyncio.run(main())
+"""
+
+
+async def _end_of_script(then: str, *, kill: bool) -> int | None:
+    """Run the script above and return its exit code once nobody holds its output any more: its learner is gone, too."""
+    script = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(SCRIPT).format(then=then), stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert script.stdout is not None
+    try:
+        assert await asyncio.wait_for(script.stdout.readline(), 60) == b"loaded\n"
+        await asyncio.sleep(0.1 if kill else 0)  # the update has begun, or what is tested is the easier case
+        if kill:
+            script.kill()
+        await asyncio.wait_for(script.communicate(), 30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    return script.returncode
+
+
+async def test_a_learner_process_ends_with_its_killed_parent_although_an_update_is_under_way() -> None:
+    assert await _end_of_script("await worker.update(Batch(groups=(), policy_version=0))", kill=True) == -signal.SIGKILL
+
+
+async def test_a_script_that_leaves_its_worker_open_ends() -> None:
+    assert await _end_of_script("pass", kill=False) == 0
 
 
 async def test_an_unpicklable_learner_is_refused_with_advice() -> None:
