@@ -133,6 +133,7 @@ SCRIPT = """
     from turngate.runtime.worker import LearnerWorker, _ProcessChannel
 
     async def main():
+        global worker
         worker = LearnerWorker(_ProcessChannel(CountingLearner(update_s=600)))
         await worker.load(None)
         print("loaded", flush=True)
