@@ -6,10 +6,10 @@ because predicting what the environment writes teaches a random model to copy fr
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -18,17 +18,18 @@ from turngate.envs.base import ToolSpec
 from turngate.learners.batch import length_sorted
 from turngate.learners.logprobs import selected_logprobs
 from turngate.learners.optimizers import MuonAdamW, Schedule
-from turngate.runtime.engine.chat import render
+from turngate.runtime.engine.chat import ROLES, render
 from turngate.runtime.engine.model import ModelConfig, PolicyModel
 from turngate.runtime.engine.packing import pack
+from turngate.runtime.engine.protocol import ChatMessage
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import Message
 
 __all__ = ["Chat", "ChatScore", "CloningConfig", "CloningProgress", "Demonstrations", "clone", "score_chats"]
 
-Chat: TypeAlias = Sequence[Message | tuple[str, str]]
-"""One conversation; a pair is (role, content)."""
+Chat: TypeAlias = Sequence[Message | tuple[str, str] | Mapping[str, Any]]
+"""One conversation; a pair is (role, content), a mapping a message as the OpenAI API spells it."""
 Demonstrations: TypeAlias = Sequence[Chat] | Callable[[int], Sequence[Chat]]
 """A fixed set, dealt in shuffled epochs; or a function from the step number to the conversations of that step."""
 
@@ -87,10 +88,10 @@ class ChatScore(msgspec.Struct, frozen=True):
 
 def clone(
     demonstrations: Demonstrations,
-    folder: Path,
+    folder: Path | str,
     *,
     tokenizer: Tokenizer | None = None,
-    model: ModelConfig | Path | None = None,
+    model: ModelConfig | Path | str | None = None,
     config: CloningConfig = CloningConfig(),  # noqa: B008 - frozen
     tools: Sequence[ToolSpec] = (),
     seed: int = 0,
@@ -103,8 +104,12 @@ def clone(
     configuration to start from random weights, or a model folder to go on from; by default the smallest policy.
     tools: on offer in every demonstration. gate: looks at the model every `gate_every` steps, with the number of steps
     done, and stops the training by returning True. Equal arguments give equal weights on the same machine.
-    Raises: LearnerError: the loss is not finite, or a demonstration has no assistant message.
+    Raises: ConfigError: a message is not one; the error has its place, as in `demonstrations[3][0]`. LearnerError: the
+    loss is not finite, or a demonstration has no assistant message.
     """
+    folder, model = Path(folder), Path(model) if isinstance(model, str) else model
+    if not callable(demonstrations):
+        demonstrations = [_messages(chat, f"demonstrations[{i}]") for i, chat in enumerate(demonstrations)]
     tokenizer = tokenizer or _tokenizer(demonstrations, model)
     model = model or ModelConfig(vocab_size=len(tokenizer))
     policy = PolicyModel.load(model) if isinstance(model, Path) else PolicyModel(model, seed=seed)
@@ -119,7 +124,7 @@ def clone(
     chats_of = _dealer(demonstrations, config.batch_size, torch.Generator().manual_seed(seed))
     started = time.perf_counter()
     for step in range(config.steps):
-        rows = [_row(chat, tokenizer, tools) for chat in chats_of(step)]
+        rows = _rows(chats_of(step), tokenizer, tools, "demonstrations")
         all_tokens_weight = config.all_tokens_weight if step < config.all_tokens_steps else 0.0
         loss = _backward(policy, rows, all_tokens_weight, config.microbatch_tokens)
         grad_norm = optimizer.clip_grad_norm(config.max_grad_norm)
@@ -150,7 +155,7 @@ def score_chats(
     microbatch_tokens: int = 8192,
 ) -> list[ChatScore]:
     """Return how well `model` predicts the assistant's tokens of each conversation: a measure to gate cloning on."""
-    rows = [_row(chat, tokenizer, tools) for chat in chats]
+    rows = _rows(chats, tokenizer, tools, "chats")
     scores: dict[int, ChatScore] = {}
     for indices in length_sorted([len(row.token_ids) for row in rows], microbatch_tokens):
         packed = pack([rows[i].token_ids for i in indices], [rows[i].is_assistant for i in indices])
@@ -169,9 +174,41 @@ class _Row:
     is_assistant: list[bool]
 
 
-def _row(chat: Chat, tokenizer: Tokenizer, tools: Sequence[ToolSpec]) -> _Row:
+def _rows(chats: Sequence[Chat], tokenizer: Tokenizer, tools: Sequence[ToolSpec], what: str) -> list[_Row]:
+    return [_row(_messages(chat, f"{what}[{i}]"), tokenizer, tools) for i, chat in enumerate(chats)]
+
+
+def _messages(chat: Chat, where: str) -> list[Message]:
+    """Return the messages of a conversation, whichever way they are spelled."""
+    return [_message(message, f"{where}[{i}]") for i, message in enumerate(chat)]
+
+
+def _message(message: Any, where: str) -> Message:
+    """Return one message. Raises: ConfigError: it is none, or its role is unknown."""
+    made = message if isinstance(message, Message) else _made(message, where)
+    if made.role not in ROLES:
+        raise ConfigError(f"role must be one of {', '.join(ROLES)}: got {made.role!r} ({where})")
+    return made
+
+
+def _made(message: Any, where: str) -> Message:
+    if isinstance(message, Mapping):
+        try:
+            return msgspec.convert(message, ChatMessage).as_message()
+        except msgspec.ValidationError as error:
+            role = f", role {message['role']!r}" if "role" in message else ""
+            raise ConfigError(f"each dict must be an OpenAI message: {error} ({where}{role})") from error
+    parts: list[Any] = list(message) if isinstance(message, tuple | list) else []
+    if [type(part) for part in parts] != [str, str]:
+        raise ConfigError(
+            f"each message must be (role, content), a dict or a Message: got {message!r:.80} ({where}); "
+            "a demonstration is a list of messages"
+        )
+    return Message(*parts)
+
+
+def _row(messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[ToolSpec]) -> _Row:
     """Render a conversation and mark what the assistant wrote, its end of turn included."""
-    messages = [m if isinstance(m, Message) else Message(role=m[0], content=m[1]) for m in chat]
     token_ids: list[int] = []
     is_assistant: list[bool] = []
     for i, message in enumerate(messages):
@@ -213,8 +250,8 @@ def _tokenizer(demonstrations: Demonstrations, model: ModelConfig | Path | None)
         return Tokenizer.load(model)
     if callable(demonstrations):
         raise ConfigError("tokenizer must be given when demonstrations are a function: there is no text to train it on")
-    messages = (message for chat in demonstrations for message in chat)
-    return Tokenizer.train(m.content if isinstance(m, Message) else m[1] for m in messages)
+    chats = (_messages(chat, f"demonstrations[{i}]") for i, chat in enumerate(demonstrations))
+    return Tokenizer.train(message.content for chat in chats for message in chat)
 
 
 def _dealer(

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from turngate.envs.base import ToolSpec
+from turngate.envs.base import ToolCall, ToolSpec
 from turngate.learners.cloning import Chat, CloningConfig, CloningProgress, clone, score_chats
 from turngate.learners.optimizers import Schedule
 from turngate.runtime.engine.chat import render
@@ -165,6 +166,50 @@ def test_tools_on_offer_are_part_of_what_is_learned_from(tmp_path: Path) -> None
 def test_a_demonstration_without_a_reply_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LearnerError, match="must hold an assistant message"):
         clone([[("user", "hello")]], tmp_path / "m", config=FEW)
+
+
+def test_dicts_as_openai_spells_them_are_the_same_demonstrations(tmp_path: Path) -> None:
+    dicts = [[{"role": role, "content": content} for role, content in chat] for chat in CHATS]
+    one = clone(CHATS, tmp_path / "one", model=small(), config=FEW)
+    other = clone(dicts, str(tmp_path / "other"), model=small(), config=FEW)
+    assert other == tmp_path / "other"
+    assert same(one, other)
+    assert same(
+        one, clone(CHATS, tmp_path / "on", model=str(one), config=CloningConfig(steps=1, muon_lr=0, adamw_lr=0))
+    )
+
+
+def test_tool_calls_of_dicts_are_learned_too() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "say", "arguments": '{"word": "red"}'}}
+    chat: list[Any] = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "say red"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    spelled = [
+        Message("system", "be brief"),
+        Message("user", "say red"),
+        Message("assistant", "", (ToolCall("c1", "say", '{"word": "red"}'),)),
+    ]
+    model = PolicyModel(small())
+    assert score_chats(model, tokenizer(), [chat]) == score_chats(model, tokenizer(), [spelled])
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (("bot", "hi"), r"role must be one of system, user, assistant, tool: got 'bot' \(demonstrations\[1\]\[0\]\)"),
+        ({"role": "bot", "content": "hi"}, r"OpenAI message: .*\(demonstrations\[1\]\[0\], role 'bot'\)"),
+        ({"content": "hi"}, r"missing required field `role` \(demonstrations\[1\]\[0\]\)"),
+        ("user", r"\(role, content\), a dict or a Message: got 'user' \(demonstrations\[1\]\[0\]\)"),
+        (("user", 3), r"got \('user', 3\) \(demonstrations\[1\]\[0\]\)"),
+    ],
+)
+def test_a_bad_message_is_named_with_its_place(tmp_path: Path, message: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        clone([CHATS[0], [message, ("assistant", "red")]], tmp_path / "m", config=FEW)
+    with pytest.raises(ConfigError, match=says):
+        clone(lambda step: [CHATS[0], [message]], tmp_path / "m", tokenizer=tokenizer(), model=small(), config=FEW)
 
 
 def test_no_demonstrations_are_refused(tmp_path: Path) -> None:
