@@ -60,6 +60,4 @@ def test_equal_seeds_give_equal_weights_and_one_vocabulary(tmp_path):
     weights, again, others = (PolicyModel.load(folder).state_dict() for folder in folders)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert not all(torch.equal(weights[name], others[name]) for name in weights)
-    assert (
-        len({str(Tokenizer.load(folder / "tokenizer.json").encode("red hiking backpack")) for folder in folders}) == 1
-    )
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
