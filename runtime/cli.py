@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from turngate.runtime.errors import TurngateError
+from turngate.runtime.errors import ConfigError, TurngateError
 
 __all__ = ["main"]
+
+_WEIGHTS = "model.safetensors"  # by name: the module that defines it needs torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +70,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             f"turngate: serving on {config.host} without --api-key: everybody who reaches it can replace the weights",
             file=sys.stderr,
         )
+    _check_folder(arguments.model_folder)
     model, tokenizer = load_model(arguments.model_folder)
 
     def announce(port: int) -> None:
@@ -81,3 +84,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     asyncio.run(run())
     return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ConfigError for a folder that holds model folders, a run or a checkpoint; the error names the newest."""
+    if (folder / _WEIGHTS).exists():
+        return
+    for pattern in ("checkpoints/update-*/model", "update-*/model", "model"):
+        if found := sorted(path.parent for path in folder.glob(f"{pattern}/{_WEIGHTS}")):
+            raise ConfigError(f"MODEL_FOLDER must hold {_WEIGHTS} itself: {folder} does not; serve {found[-1]}")

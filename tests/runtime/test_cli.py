@@ -59,6 +59,18 @@ def test_missing_folder_and_bad_port_are_explained_without_a_traceback(tmp_path,
     assert "port must be in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("asked", ["", "checkpoints", "checkpoints/update-000050"])
+def test_serving_a_run_names_the_model_folder_to_serve(tmp_path, capsys, asked):
+    run = tmp_path / "run"
+    checkpoints = [run / "checkpoints" / f"update-{update}" for update in ("000025", "000050")]
+    for folder in (run, *checkpoints):  # a warm start may lie in the run folder as well
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "model.safetensors").touch()
+    (run / "config.json").write_text("{}")
+    assert cli.main(["serve", str(run / asked)]) == 2
+    assert capsys.readouterr().err.endswith(f"; serve {run / 'checkpoints' / 'update-000050' / 'model'}\n")
+
+
 def test_no_command_shows_the_usage(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([])
