@@ -7,7 +7,7 @@ from turngate.runtime.buffer import Buffer
 from turngate.runtime.context import Context, History, full, last_turns, summarise, token_budget
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
 from turngate.runtime.evaluation import Evaluation
-from turngate.runtime.events import Events
+from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
 from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.plot import plot_run
@@ -17,8 +17,9 @@ from turngate.runtime.run import TrainReport
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.staleness import StalenessLimit
+from turngate.runtime.token_view import render_tokens
 from turngate.runtime.training import train
-from turngate.runtime.transcript import render_transcript
+from turngate.runtime.transcript import read_trajectories, render_transcript, write_trajectories
 from turngate.runtime.types import (
     Batch,
     Completion,
@@ -30,7 +31,7 @@ from turngate.runtime.types import (
     Turn,
     UpdateReport,
 )
-from turngate.runtime.weights import FolderPublisher, WeightPublisher
+from turngate.runtime.weights import EnginePublisher, FolderPublisher, WeightPublisher
 
 __all__ = [
     "Batch",
@@ -40,7 +41,9 @@ __all__ = [
     "Completion",
     "Context",
     "Endpoint",
+    "EnginePublisher",
     "Evaluation",
+    "EvaluationFinished",
     "Events",
     "FolderPublisher",
     "Group",
@@ -49,6 +52,7 @@ __all__ = [
     "Ledger",
     "Limits",
     "Message",
+    "RolloutFinished",
     "Runtime",
     "Sampling",
     "Segment",
@@ -56,15 +60,19 @@ __all__ = [
     "TrainReport",
     "Trajectory",
     "Turn",
+    "UpdateFinished",
     "UpdateReport",
     "WeightPublisher",
     "full",
     "last_turns",
     "plot_run",
+    "read_trajectories",
+    "render_tokens",
     "render_transcript",
     "run_rollout",
     "show_progress",
     "summarise",
     "token_budget",
     "train",
+    "write_trajectories",
 ]
