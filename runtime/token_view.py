@@ -37,11 +37,10 @@ def view_tokens(trajectory: Trajectory, tokenizer: "Tokenizer | Callable[[int], 
     """
     text_of = tokenizer if callable(tokenizer) else _text_of(tokenizer)
     for number, segment in enumerate(trajectory.segments):
-        columns = (segment.logprob_values(), segment.version_values(), segment.turn_values())
-        for index, (token_id, mask, *known) in enumerate(
-            zip(segment.ids(), segment.policy_mask, *columns, strict=True)
-        ):
-            yield TokenView(number, index, token_id, text_of(token_id), bool(mask), *known)
+        logprobs, versions, turns = segment.logprob_values(), segment.version_values(), segment.turn_values()
+        for s, token_id in enumerate(segment.ids()):
+            is_policy = bool(segment.policy_mask[s])
+            yield TokenView(number, s, token_id, text_of(token_id), is_policy, logprobs[s], versions[s], turns[s])
 
 
 def render_tokens(trajectory: Trajectory, tokenizer: "Tokenizer | Callable[[int], str]") -> str:
