@@ -12,25 +12,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 import pytest
 
+from turngate.envs import End, Task
 from turngate.envs.shopping import ShoppingEnv, demonstrations, running_example
 from turngate.learners import GRPO
 from turngate.runtime import (
     Batch,
     Buffer,
     Endpoint,
+    EvaluationFinished,
+    Events,
+    Group,
     Ledger,
+    RolloutFinished,
     Runtime,
     StalenessLimit,
+    Trajectory,
+    UpdateFinished,
     render_transcript,
     run_rollout,
     train,
 )
 from turngate.runtime.engine import Engine
 from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.events import BatchTaken, GroupDropped, GroupFinished, WeightsPublished
 from turngate.runtime.gauges import RunGauges
-from turngate.runtime.metrics import LoopLagMeter
+from turngate.runtime.metrics import LoopLagMeter, MetricsWriter
 from turngate.runtime.slots import Slots
 from turngate.runtime.testing import FakeEndpoint
 from turngate.runtime.transcript import write_trajectories
@@ -356,9 +365,46 @@ def test_recorded_trajectories_read_as_their_page_says(tmp_path: Path) -> None:
     # Tokens and versions depend on the server; the story does not.
     assert render_transcript(trajectory).splitlines()[:-1] == shown[1].splitlines()[:-1]
     assert names["sampled"](tmp_path / "t.jsonl") == [trajectory.policy_tokens]
+    Tokenizer([]).save(tmp_path / "tokenizer.json")  # its ids are bytes, as the fake endpoint's
+    assert names["show_first"](tmp_path / "t.jsonl", tmp_path).startswith(
+        f"segment 0: {len(trajectory.segments[0])} tokens, {trajectory.policy_tokens} sampled\n"
+    )
     (segments,) = names["read"](tmp_path / "t.jsonl")
     assert [list(s["token_ids"]) for s in segments] == [list(s.ids()) for s in trajectory.segments]
     assert [list(s["logprobs"]) for s in segments] == [list(s.logprob_values()) for s in trajectory.segments]
+
+
+def test_the_events_of_a_run_have_the_documented_fields(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    (script,) = [block for block in python_blocks(DOCS / "records.md") if "def ends(" in block]
+    exec(script, names)
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "records.md").read_text(), re.MULTILINE)
+    table = {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}
+    trajectory = Trajectory(id="a", task=Task("t"), end=End.env_error, error="KeyError: 'secret'")
+    told: list[Any] = [
+        RolloutFinished(trajectory),
+        RolloutFinished(msgspec.structs.replace(trajectory, end=End.success, error="")),
+        RolloutFinished(trajectory),
+        GroupFinished(Group(id="g0", task=Task("t"), order=0, trajectories=(trajectory,))),
+        GroupDropped("g0", "t", "stale", 1, 2),
+        BatchTaken(0, 1, 1, 1, 0, 0.0, 0, 0.0),
+        UpdateFinished(1, {}, 0.1),
+        WeightsPublished(1, 0.1),
+        EvaluationFinished("after", 1, 1, 1, 1.0, 0.1),
+    ]
+
+    events = Events()
+    with MetricsWriter(tmp_path / "events.jsonl", events):
+        for event in told:
+            getattr(events, Events.SLOTS[type(event)])(event)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event":"rollout_fin')  # still being written
+    written = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()[:-1]]
+
+    assert names["ends"](tmp_path) == [("env_error KeyError: 'secret'", 2), ("success", 1)]
+    for row in written:
+        fields = row.keys() - {"event", "time_s"}
+        assert fields == table[row["event"]], row["event"]
 
 
 def test_the_metrics_of_an_update_are_the_documented_ones() -> None:
