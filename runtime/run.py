@@ -1,10 +1,12 @@
 """The parts of one training run, wired together, and the steps that its loop takes."""
 
+import asyncio
 import gc
 import logging
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -121,11 +123,16 @@ async def open_run(
 
 
 async def _save_last(run: "Run", error: BaseException, timeout_s: float) -> None:
-    """Write a checkpoint although the run is being cancelled or has failed; say so when that does not work."""
+    """Write a checkpoint although the run is being cancelled or has failed, and say what happens and how it went."""
+    # Warnings, since those reach people who never configured logging: silence looks like a hang and invites kill -9.
+    doing = "waiting for the update in progress" if run.is_learning else "writing a checkpoint"
+    again = " again" if isinstance(error, asyncio.CancelledError) else ""
+    _log.warning(f"stopping: {doing}, up to {timeout_s:g} s; interrupt{again} to give it up")
     why = f"it was not done after {timeout_s:g} s"
     with anyio.CancelScope(shield=True), anyio.move_on_after(timeout_s):
         try:
-            await run.checkpoint()
+            path = await run.checkpoint()
+            _log.warning(f"checkpoint {path} written; go on with resume=True")
             return
         except (LearnerError, OSError) as failure:
             why = str(failure)
@@ -186,6 +193,11 @@ class Run:
         self.buffer, self.tasks, self.collector = buffer, tasks, collector
 
     @property
+    def is_learning(self) -> bool:
+        """Whether the learner is, as far as is known, in the middle of an update."""
+        return self._batch is not None
+
+    @property
     def policy_version(self) -> int:
         """The newest published version."""
         return self._version_base + self.update - self._update_base
@@ -235,16 +247,17 @@ class Run:
         if (hear := self.runtime.events.update_finished) is not None:
             hear(UpdateFinished(self.policy_version, row, self.gauges.learning_s))
 
-    async def checkpoint(self) -> None:
-        """Save the learner and the run's progress; an update that finished unseen counts."""
+    async def checkpoint(self) -> Path:
+        """Save the learner and the run's progress, and return the folder; an update that finished unseen counts."""
         partial = self.folder.begin_checkpoint()
         await self.worker.save(partial)
         update = self._update_base + self.worker.updates
         if self._batch is not None and update > self.update:
+            self._unrecorded = self._batch, self.worker.report or UpdateReport({})
             self._settle(self._batch)
         if self._unrecorded is not None:
             self._write_row(*self._unrecorded, update)
-        self.folder.commit_checkpoint(
+        return self.folder.commit_checkpoint(
             partial,
             Progress(
                 update=update,
@@ -276,7 +289,11 @@ class Run:
     def _write_row(self, batch: Batch, report: UpdateReport, update: int) -> dict[str, Any]:
         row = self.gauges.row(batch, self.buffer, self.ledger)
         version = self._version_base + update - self._update_base
-        row = {"update": update, "policy_version": version, **row, **report.metrics}
+        row = {"update": update, "policy_version": version, **row}
+        for name, value in report.metrics.items():
+            while name in row:  # ours are what resuming and plots read, and the learner's must not be lost
+                name = f"learner_{name}"
+            row[name] = value
         self.history.append(row)
         self.folder.append_metrics(row)
         self._unrecorded = None

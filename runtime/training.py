@@ -12,6 +12,7 @@ from turngate.runtime.run import Run, TrainConfig, TrainReport, open_run
 from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
+from turngate.runtime.sigterm import exit_on_sigterm
 from turngate.runtime.staleness import LatePolicy, StalenessLimit
 from turngate.runtime.types import Sampling
 from turngate.runtime.unwrap import single_errors
@@ -46,8 +47,8 @@ async def train(
 
     Rollouts, learner and weight transfer overlap as far as `max_staleness` lets them; 0 is exactly synchronous. Weights
     go to `publisher`, by default the endpoint's own. Cancelling (Ctrl-C) waits for an update in progress, at most
-    `stop_timeout_s`, and writes a checkpoint; `resume=True` goes on from the newest one, and unfinished rollouts are
-    counted as dropped and run again.
+    `stop_timeout_s`, and writes a checkpoint; SIGTERM does so, too, and exits with status 143. `resume=True` goes on
+    from the newest checkpoint; rollouts that were unfinished are counted as dropped, and run again.
 
     Args: collection: how failures are refilled; replaces `group_size`.
     Raises: ConfigError: what was asked for cannot work. LearnerError, PublishError, EndpointError, EnvError: the part
@@ -69,9 +70,10 @@ async def train(
         seed=seed,
     )
     folder = RunFolder(Path(run_dir), resume=resume)
-    async with open_run(runtime, env, tasks, learner, publisher, folder, config, resume=resume) as run:
-        with single_errors():
-            await _loop(run, config)
+    with exit_on_sigterm():
+        async with open_run(runtime, env, tasks, learner, publisher, folder, config, resume=resume) as run:
+            with single_errors():
+                await _loop(run, config)
     return run.report()
 
 

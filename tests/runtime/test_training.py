@@ -1,7 +1,13 @@
 import asyncio
 import json
+import os
 import random
+import signal
+import sys
+import textwrap
+from asyncio.subprocess import PIPE
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.testing.learner import CountingLearner
 from turngate.runtime.training import train
-from turngate.runtime.types import NO_VERSION, Completion, Message, Sampling
+from turngate.runtime.types import NO_VERSION, Batch, Completion, Message, Sampling, UpdateReport
 from turngate.runtime.weights import WeightPublisher
 
 TASKS = [Task(f"t{n}") for n in range(7)]
@@ -187,7 +193,9 @@ async def test_a_cancelled_run_leaves_a_checkpoint_and_nothing_running(tmp_path:
     assert report.ledger.dropped.get("interrupted", 0) + report.ledger.dropped.get("cancelled", 0) > 0
 
 
-async def test_a_run_cancelled_during_an_update_counts_that_update_once(tmp_path: Path) -> None:
+async def test_a_run_cancelled_during_an_update_counts_that_update_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     served = Served()
     running = asyncio.create_task(_train(served, tmp_path, learner=CountingLearner(update_s=0.1), updates=100))
     await served.until_published(1)
@@ -195,9 +203,120 @@ async def test_a_run_cancelled_during_an_update_counts_that_update_once(tmp_path
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["update"], row["count"]) for row in rows] == [(1, 1), (2, 2)]  # what it reported is not lost either
+    assert [record.getMessage() for record in caplog.records] == [
+        "stopping: waiting for the update in progress, up to 120 s; interrupt again to give it up",
+        f"checkpoint {tmp_path / 'checkpoints' / 'update-000002'} written; go on with resume=True",
+    ]
     report = await _train(Served(), tmp_path, updates=3, resume=True)
     assert report.ledger.trained == 3 * 3 * 4
     assert report.policy_version == 3
+    assert [row["update"] for row in report.history] == [1, 2, 3]
+
+
+class Boasting(CountingLearner):
+    """Calls its metrics like the run's own."""
+
+    def update(self, batch: Batch) -> UpdateReport:
+        super().update(batch)
+        return UpdateReport({"update": -1.0, "learner_update": -2.0, "policy_version": -3.0, "reward": -4.0, "x": -5.0})
+
+
+async def test_a_learners_metrics_never_replace_the_runs_own(tmp_path: Path) -> None:
+    report = await _train(Served(), tmp_path, updates=2, learner=Boasting())
+    assert [(row["update"], row["policy_version"]) for row in report.history] == [(1, 1), (2, 2)]
+    last = report.history[-1]
+    assert last["reward"] >= 0
+    assert (last["learner_policy_version"], last["learner_reward"], last["x"]) == (-3, -4, -5)
+    assert (last["learner_update"], last["learner_learner_update"]) == (-1, -2)
+    assert [row["update"] for row in (await _train(Served(), tmp_path, updates=3, resume=True)).history] == [1, 2, 3]
+
+
+SCRIPT = """
+    import asyncio, sys
+    from pathlib import Path
+    from turngate.envs.base import End, Observation, Step, Task
+    from turngate.runtime import Runtime, train
+    from turngate.runtime.testing import FakeEndpoint
+    from turngate.runtime.testing.learner import CountingLearner
+
+    class Env:
+        async def reset(self, task, seed):
+            return Observation("go")
+
+        async def step(self, action):
+            return Step(Observation("done"), {"outcome": 1.0}, End.success)
+
+        async def aclose(self):
+            pass
+
+    class Announcing(CountingLearner):
+        def update(self, batch):
+            print("learning", flush=True)
+            return super().update(batch)
+
+    class Publisher:
+        async def publish(self, path, version):
+            pass
+
+        async def served_version(self):
+            return 0
+
+    async def main():
+        runtime = Runtime(FakeEndpoint(lambda messages: "a"))
+        await train(
+            runtime, Env, [Task("t")], learner=Announcing(update_s=float(sys.argv[2])), publisher=Publisher(),
+            updates=9, group_size=2, groups_per_batch=1, run_dir=Path(sys.argv[1]),
+        )
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+async def _interrupt(folder: Path, update_s: float, numbers: Sequence[int]) -> tuple[int | None, str]:
+    """Run the script above, send the signals to all its processes during its first update, and return how it ended."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, script, folder / "run", str(update_s), stdout=PIPE, stderr=PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    told = b""
+    try:
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"learning\n"
+            for number in numbers:
+                os.killpg(process.pid, number)
+                told += await process.stderr.readline()
+            told += (await process.communicate())[1]  # ends when the learner is gone as well
+        return process.returncode, told.decode()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+async def test_a_signal_lets_the_update_finish_and_says_so(tmp_path: Path, number: int, status: int) -> None:
+    ended, told = await _interrupt(tmp_path, 0.5, [number])
+    final = tmp_path / "run" / "checkpoints" / "update-000001"
+    assert told.splitlines()[:2] == [
+        "stopping: waiting for the update in progress, up to 120 s; interrupt again to give it up",
+        f"checkpoint {final} written; go on with resume=True",
+    ]
+    assert ended == status
+    assert (final / "count").read_text() == "1"
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["count"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_second_signal_ends_the_script_at_once(tmp_path: Path, number: int) -> None:
+    ended, told = await _interrupt(tmp_path, 600.0, [number, number])
+    assert "up to 120 s" in told
+    assert "written" not in told
+    assert ended == -number
 
 
 async def test_a_dying_learner_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
