@@ -18,7 +18,11 @@ from turngate.runtime.types import Group, Trajectory
 
 __all__ = ["Collection", "Collector", "TaskStream"]
 
-_FAILURE_ERRORS = {End.env_error: EnvError, End.tool_error: ToolError, End.endpoint_error: EndpointError}
+_FAILURE_ERRORS: dict[End, type[EnvError | ToolError | EndpointError]] = {
+    End.env_error: EnvError,
+    End.tool_error: ToolError,
+    End.endpoint_error: EndpointError,
+}
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +37,8 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     """How often a task whose group came to nothing is run again."""
     failure_limit: int = 64
     """Failed rollouts in a row, over all groups, that stop the run: the machinery is broken, not unlucky."""
+    group_failure_limit: int = 32
+    """Groups in a row that came to nothing and stop the run, although now and then a rollout came through."""
     share_env_seed: bool = True
     """All members of a group meet the same environment: the same start and the same luck. Turn it off where the start
     depends on the task alone and members should each have luck of their own."""
@@ -40,10 +46,10 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ConfigError(f"group_size must be 1 or more: got {self.group_size}")
-        if self.refills < 0 or self.requeues < 0 or self.failure_limit < 1:
+        if self.refills < 0 or self.requeues < 0 or self.failure_limit < 1 or self.group_failure_limit < 1:
             raise ConfigError(
-                "refills and requeues must be 0 or more and failure_limit 1 or more: "
-                f"got {self.refills}, {self.requeues}, {self.failure_limit}"
+                "refills and requeues must be 0 or more, failure_limit and group_failure_limit 1 or more: "
+                f"got {self.refills}, {self.requeues}, {self.failure_limit}, {self.group_failure_limit}"
             )
         if not 1 <= self.min_group <= self.group_size:
             raise ConfigError(f"min_group must be between 1 and group_size {self.group_size}: got {self.min_group}")
@@ -93,6 +99,8 @@ class Collector:
     # State.
     started_groups: dict[int, Task]  # by order: groups submitted and not yet consumed, for requeueing after a stop
     _failures: int  # failed rollouts since the last one that came through
+    _group_failures: int  # groups that came to nothing since the last one that was admitted
+    _last_failure: tuple[type[EnvError | ToolError | EndpointError], str]  # of a rollout
     _has_trainable: bool  # whether any rollout could be trained on so far
     _requeue_counts: dict[str, int]  # by task id: groups of it that came to nothing
 
@@ -111,7 +119,8 @@ class Collector:
         self._runtime, self._env, self._tasks = runtime, env, tasks
         self._buffer, self._ledger, self._config, self._seed = buffer, ledger, config, seed
         self.started_groups = {}
-        self._failures = 0
+        self._failures = self._group_failures = 0
+        self._last_failure = EnvError, "none of its rollouts came to an end"
         self._has_trainable = False
         self._requeue_counts = {}
 
@@ -157,10 +166,13 @@ class Collector:
             ids = [t.id for t in members]
             if len(members) < self._config.min_group:
                 self._ledger.drop(ids, "group_incomplete")
-                self._give_up(order, task, "group_incomplete", members)
+                lost, members = members, []  # dropped once, whatever the next lines raise
+                self._give_up(order, task, "group_incomplete", lost)
+                self._count_group_failure(group_id)
                 return
             group = Group(id=group_id, task=task, order=order, trajectories=tuple(members), submitted_version=version)
             self._ledger.admit(ids)
+            self._group_failures = 0
             stored = True
             kept = self._buffer.put(group)
             if kept and (hear := self._runtime.events.group_finished) is not None:
@@ -227,13 +239,24 @@ class Collector:
         return "untrainable"
 
     def _count_failure(self, trajectory: Trajectory, reason: str) -> None:
+        why = trajectory.error or trajectory.untrainable_because or "no token was generated"
+        kind, what = _FAILURE_ERRORS.get(trajectory.end, EnvError), f"{reason}: {why} (trajectory {trajectory.id})"
+        self._last_failure = kind, what
         self._failures += 1
         if self._failures == self._config.failure_limit:  # once: the others are only its witnesses
-            why = trajectory.error or trajectory.untrainable_because or "no token was generated"
-            kind = _FAILURE_ERRORS.get(trajectory.end, EnvError)
             raise kind(
-                f"{self._failures} rollouts failed in a row, the last with {reason}: {why} "
-                f"(trajectory {trajectory.id}); fix the cause, or raise failure_limit if this is expected"
+                f"{self._failures} rollouts failed in a row, the last with {what}; fix the cause, or raise "
+                "failure_limit if this is expected"
+            )
+
+    def _count_group_failure(self, group_id: str) -> None:
+        self._group_failures += 1
+        if self._group_failures == self._config.group_failure_limit:
+            kind, what = self._last_failure
+            raise kind(
+                f"{self._group_failures} groups in a row came to nothing for want of {self._config.min_group} members, "
+                f"the last {group_id}; the last rollout failed with {what}; fix the cause, lower min_group, or raise "
+                "refills or group_failure_limit"
             )
 
     def _give_up(self, order: int, task: Task, reason: str, members: Sequence[Trajectory], staleness: int = 0) -> None:

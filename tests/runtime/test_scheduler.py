@@ -210,7 +210,29 @@ async def test_cancelling_in_the_middle_of_a_group_drops_every_member() -> None:
     assert len(lab.collector.unfinished()) == 2
 
 
-@pytest.mark.parametrize("bad", [{"refills": -1}, {"requeues": -1}, {"failure_limit": 0}])
+async def test_groups_that_come_to_nothing_one_after_the_other_stop_the_run() -> None:
+    lab = Lab(
+        lambda name, _: End.success if name.endswith(".0") else End.env_error,  # so failures are never many in a row
+        refills=0, group_failure_limit=4, failure_limit=12,
+    )  # fmt: skip
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await lab.run()
+    assert caught.group_contains(
+        EnvError, match=r"4 groups in a row came to nothing for want of 2 members.* failed with env_error: scripted"
+    )
+
+
+async def test_a_group_that_is_admitted_lets_the_count_of_lost_groups_start_again() -> None:
+    lab = Lab(
+        lambda name, _: End.env_error if int(name[1 : name.index(".")]) % 3 and ".0" not in name else End.success,
+        groups=9, refills=0, group_failure_limit=6, failure_limit=100,
+    )  # fmt: skip
+    await lab.run()
+    assert len(lab.dropped) > 6
+    assert len(lab.finished) == 9
+
+
+@pytest.mark.parametrize("bad", [{"refills": -1}, {"requeues": -1}, {"failure_limit": 0}, {"group_failure_limit": 0}])
 def test_counts_that_would_spin_for_ever_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="0 or more"):
         Collection(**bad)
