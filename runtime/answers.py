@@ -1,54 +1,106 @@
-"""What the runtime demands of an environment's answers, and how they become messages."""
+"""What the runtime demands of an environment's and a context function's answers, and how they become messages."""
 
-import math
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
-from turngate.envs.base import End, Observation, Snapshot, Step
-from turngate.runtime.errors import EnvError
+import msgspec
+
+from turngate.envs.base import End, Observation, Snapshot, Step, ToolCall, ToolResult, ToolSpec
+from turngate.runtime.errors import EnvError, ToolError
 from turngate.runtime.types import Message
 
 __all__ = [
     "answer_messages",
     "answer_text",
-    "check_observation",
+    "check_messages",
     "check_snapshot",
+    "check_start",
     "checked_rewards",
     "describe_error",
+    "writable",
 ]
+
+_MAX_REWARD = 1e30
+"""Far below the largest float32, in which learners compute, so that no sum of rewards becomes infinite."""
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_encode = msgspec.json.Encoder().encode
 
 
 def checked_rewards(step: Step) -> dict[str, float]:
     """Require a well-formed step and return its rewards as floats. Raises EnvError naming what is wrong."""
     _require(step, Step, "step()")
-    check_observation(step.observation, "step().observation")
+    _check_observation(step.observation, "step().observation")
     end: Any = step.end
     if end is not None and (not isinstance(end, End) or end.is_failure):
         raise EnvError(
-            f"env.step().end must be a terminal End, a truncation, or None: got {end!r}; raise an exception to fail"
+            f"env.step().end must be a terminal End, a truncation, or None: got {_show(end)}; raise an exception to "
+            "fail"
         )
+    valid: Any = step.valid
+    if valid is not True and valid is not False and type(valid).__name__ not in ("bool", "bool_"):  # NumPy's
+        raise EnvError(f"env.step().valid must be bool: got {_show(valid)}")
+    if step.state is not None:
+        _require(step.state, dict, "step().state")
+    _require(step.rewards, dict, "step().rewards")
     rewards: dict[str, float] = {}
     for name, value in step.rewards.items():
+        _check_text(name, "step().rewards' names")
         try:
             rewards[name] = number = float(value)  # numpy's scalars too: the record is plain JSON
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise EnvError(f"rewards must be finite numbers: got {value!r} (env.step().rewards[{name!r}])")
+        except Exception:  # whatever the value's own __float__ raises
+            number = float("nan")
+        if not -_MAX_REWARD <= number <= _MAX_REWARD:
+            raise EnvError(
+                f"rewards must be finite numbers of at most {_MAX_REWARD:g}: got {_show(value)} "
+                f"(env.step().rewards[{name!r}])"
+            )
     return rewards
 
 
-def check_observation(observation: Observation, where: str) -> None:
-    """Require an observation whose texts can be sent. Raises EnvError."""
-    _require(observation, Observation, where)
-    _check_text(observation.text, f"{where}.text")
-    for result in observation.results:
-        _check_text(result.text, f"{where}.results")
+def check_start(observation: Observation) -> None:
+    """Require a first observation: with its system prompt and its tools. Raises EnvError naming what is wrong."""
+    _check_observation(observation, "reset()")
+    _check_text(observation.system, "reset().system")
+    tools: Any = observation.tools
+    _require(tools, tuple, "reset().tools")
+    for index, tool in enumerate(tools):
+        where = f"reset().tools[{index}]"
+        _require(tool, ToolSpec, where)
+        _check_text(tool.name, f"{where}.name")
+        _check_text(tool.description, f"{where}.description")
+        _require(tool.parameters, dict, f"{where}.parameters")
+        try:
+            _encode(tool)
+        except Exception as error:  # whatever stands in the parameters
+            raise EnvError(f"env.{where}.parameters must be a JSON schema: got {describe_error(error)}") from error
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
     """Require a snapshot. Raises EnvError."""
     _require(snapshot, Snapshot, "snapshot()")
+    _check_text(snapshot.kind, "snapshot().kind")
+    _require(snapshot.data, bytes, "snapshot().data")
+
+
+def check_messages(shown: Sequence[Message], context: str) -> None:
+    """Require of what a context function returned that it can be sent. Raises ToolError naming the function."""
+    if not isinstance(shown, (list, tuple)) or not shown:
+        raise ToolError(
+            f"the context function must return messages, in a list or tuple: got {_show(shown)} ({context})"
+        )
+    for index, message in enumerate(shown):
+        if not isinstance(message, Message):
+            problem = f"must be a Message: got {_show(message)}"
+        elif type(message.role) is not str or message.role not in _ROLES:
+            problem = f"must have a role of {', '.join(sorted(_ROLES))}: got {_show(message.role)}"
+        elif bad := _text_problem(message.content):
+            problem = f"must have a content that can be sent: it {bad}"
+        elif bad := _calls_problem(message):
+            problem = f"must have tool calls that can be sent: {bad}"
+        else:
+            continue
+        raise ToolError(f"message {index} of the context function {problem} ({context})")
 
 
 def answer_messages(observation: Observation) -> list[Message]:
@@ -69,19 +121,76 @@ def describe_error(error: BaseException) -> str:
     """Return an exception's type and text and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "an error whose text cannot be had"
+    return writable(f"{type(error).__name__}: {text}{at}")
+
+
+def writable(text: str) -> str:
+    """Return text that UTF-8 can carry: lone surrogates, which it cannot, as escapes."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
+def _check_observation(observation: Observation, where: str) -> None:
+    _require(observation, Observation, where)
+    _check_text(observation.text, f"{where}.text")
+    results: Any = observation.results
+    if type(results) is tuple and not results:
+        return
+    _require(results, tuple, f"{where}.results")
+    for index, result in enumerate(results):
+        _require(result, ToolResult, f"{where}.results[{index}]")
+        _check_text(result.text, f"{where}.results[{index}].text")
+        _check_text(result.call_id, f"{where}.results[{index}].call_id")
 
 
 def _require(value: object, kind: type, where: str) -> None:
-    if not isinstance(value, kind):
-        raise EnvError(f"env.{where} must be {kind.__name__}: got {type(value).__name__} ({str(value)[:80]!r})")
+    if isinstance(value, kind) or (kind is tuple and isinstance(value, list)):
+        return
+    raise EnvError(f"env.{where} must be {kind.__name__}: got {type(value).__name__} ({_show(value, str)!r})")
 
 
 def _check_text(text: str, where: str) -> None:
+    if type(text) is str and text.isascii():
+        return
+    if problem := _text_problem(text):
+        raise EnvError(f"env.{where} {problem}")
+
+
+def _text_problem(text: object) -> str:
+    """Say what keeps `text` from being sent; empty when nothing does."""
     if not isinstance(text, str):
-        raise EnvError(f"env.{where} must be str: got {type(text).__name__}")
+        return f"must be str: got {type(text).__name__}"
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise EnvError(f"env.{where} must be text that UTF-8 can carry: {error}") from error
+            return f"must be text that UTF-8 can carry: {error}"
+    return ""
+
+
+def _calls_problem(message: Message) -> str:
+    if message.tool_call_id and (bad := _text_problem(message.tool_call_id)):
+        return f"tool_call_id {bad}"
+    calls: Any = message.tool_calls
+    if calls == ():
+        return ""
+    if not isinstance(calls, (list, tuple)):
+        return f"got {_show(calls)}"
+    for call in calls:
+        if not isinstance(call, ToolCall):
+            return f"got {_show(call)}"
+        for text in (call.id, call.name, call.arguments):
+            if bad := _text_problem(text):
+                return bad
+    return ""
+
+
+def _show(value: object, how: Any = repr) -> str:
+    """Return the start of a value's text, for an error message; a text that itself fails must not fail the message."""
+    try:
+        return writable(str(how(value))[:80])
+    except Exception:
+        return f"a {type(value).__name__}"

@@ -6,6 +6,7 @@ import logging
 import anyio
 
 from turngate.envs.base import Env
+from turngate.runtime.leaving import LeavableCalls
 
 __all__ = ["close_env"]
 
@@ -20,7 +21,7 @@ async def close_env(env: Env, *, timeout_s: float, owner: str) -> None:
     """
     loop = asyncio.get_running_loop()
     # A task of its own, because a plain asyncio cancellation pierces every shield of the task it hits.
-    closing = loop.create_task(_aclose(env, owner), name=f"aclose of {owner}")
+    closing = loop.create_task(_aclose(env, owner, timeout_s), name=f"aclose of {owner}")
     deadline_s = loop.time() + timeout_s
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):  # or anyio would repeat the cancellation at every wait
@@ -36,9 +37,9 @@ async def close_env(env: Env, *, timeout_s: float, owner: str) -> None:
         raise cancelled
 
 
-async def _aclose(env: Env, owner: str) -> None:
+async def _aclose(env: Env, owner: str, grace_s: float) -> None:
     try:
-        await env.aclose()
+        await LeavableCalls(owner, grace_s=grace_s).run("env.aclose", env.aclose)
     except Exception:
         # A recorded boundary: what the episode showed stays true when its cleanup fails.
         _log.exception("%s: env.aclose() raised", owner)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.types import Message
 
-__all__ = ["Context", "History", "Summariser", "full", "last_turns", "summarise", "token_budget"]
+__all__ = ["Context", "FullHistory", "History", "Summariser", "full", "last_turns", "summarise", "token_budget"]
 
 
 class History:
@@ -73,7 +73,9 @@ class Context(Protocol):
         ...
 
 
-class _Full:
+class FullHistory:
+    """What `full` returns."""
+
     def __call__(self, history: History, /) -> Sequence[Message]:
         return history.messages
 
@@ -83,7 +85,7 @@ class _Full:
 
 def full() -> Context:
     """Show everything; costs nothing per turn, and the whole episode stays one token sequence."""
-    return _Full()
+    return FullHistory()
 
 
 class _LastTurns:

@@ -64,6 +64,20 @@ class Deadline:
         """True when someone other than this deadline has asked the task to cancel since the scope was entered."""
         return self._task.cancelling() > self._base + self.expired
 
+    async def take_back(self, requests: int | None = None) -> int:
+        """Forget cancellations, up to `requests`, that were asked for by mistake; return how many there were."""
+        task = self._task
+        count = max(0, task.cancelling() - self._base - self.expired)
+        count = count if requests is None else min(requests, count)
+        for _ in range(count):
+            task.uncancel()
+        if count:
+            try:
+                await asyncio.sleep(0)  # one that was not delivered yet comes now; uncancel alone leaves it pending
+            except asyncio.CancelledError:
+                pass
+        return count
+
     def expire(self) -> None:
         """Cancel the task; called by the watch.
 

@@ -11,18 +11,20 @@ from turngate.envs.base import Action, End, Env, EnvFactory, Snapshot, SnapshotE
 from turngate.runtime.answers import (
     answer_messages,
     answer_text,
-    check_observation,
+    check_messages,
     check_snapshot,
+    check_start,
     checked_rewards,
-    describe_error,
+    writable,
 )
 from turngate.runtime.clock import Clock
 from turngate.runtime.closing import close_env
-from turngate.runtime.context import Context, History, full
+from turngate.runtime.context import Context, FullHistory, History, full
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.endpoint import ChatEndpoint
-from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EnvError, ToolError, TurngateError
+from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EnvError, ToolError
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
+from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.recorder import Recorder
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Completion, Message, Sampling, Trajectory, Turn
@@ -52,7 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """One turn as a whole, context function included; running into it is the failure of whatever it waited for."""
     rollout_timeout_s: float = 3600.0
     close_timeout_s: float = 10.0
-    """Closing the environment; it is abandoned after that."""
+    """Closing the environment, and the end of a call that was cancelled; either is left behind after that."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -155,6 +157,7 @@ class _Episode:
         self._tools: tuple[ToolSpec, ...] = ()
         self._recorder = Recorder()
         self._deadline = Deadline()
+        self._calls = ForeignCalls(f"trajectory {trajectory_id}", self._deadline, grace_s=limits.close_timeout_s)
         self._started_s = now()
 
     async def play(self, env_factory: EnvFactory) -> tuple[End, str]:
@@ -211,17 +214,17 @@ class _Episode:
                 return end
 
     async def _reset(self, env_factory: EnvFactory) -> History:
-        try:
+        async def make_env() -> None:
             self._env = env_factory()
-        except Exception as error:
-            raise EnvError(f"environment must be made without raising: got {describe_error(error)}") from error
+
+        await self._calls.run("the environment factory", EnvError, make_env)
         if self._keep_snapshots and not isinstance(self._env, SnapshotEnv):
             raise ConfigError(
                 f"keep_snapshots needs snapshot() and restore(): {type(self._env).__name__} has not both; "
                 "turn it off or give the environment snapshots"
             )
-        observation = await self._in_env("reset", self._env.reset, self._task, self._env_seed)
-        check_observation(observation, "reset()")
+        observation = await self._in_env("reset", cast(Env, self._env).reset, self._task, self._env_seed)
+        check_start(observation)
         self._tools = observation.tools
         head = [Message("system", observation.system)] if observation.system else []
         # The model must be told something: the task's own words stand in for an empty first observation.
@@ -240,17 +243,19 @@ class _Episode:
         return self._sampling if left >= self._sampling.max_tokens else _shortened(self._sampling, left)
 
     async def _shown(self, history: History) -> Sequence[Message]:
-        """Return what the context function shows of the history; whatever it raises becomes a ToolError."""
-        self._wait_for("context")
-        try:
+        """Return what the context function shows of the history; nonsense and whatever it raises is a ToolError."""
+        if type(self._context) is FullHistory:
+            return history.messages
+
+        async def ask() -> Sequence[Message]:
             shown = self._context(history)
-            if type(shown) is not list and inspect.isawaitable(shown):
-                shown = await shown
-        except (TurngateError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            raise ToolError(f"the context function must not raise: got {describe_error(error)}") from error
-        return cast(Sequence[Message], shown)
+            return await shown if inspect.isawaitable(shown) else shown
+
+        self._wait_for("context")
+        shown = await self._calls.run("the context function", ToolError, ask)
+        if shown is not history.messages:
+            check_messages(shown, repr(self._context))
+        return shown
 
     async def _sample(self, shown: Sequence[Message], sampling: Sampling, turn: int) -> "_Sampled":
         self._wait_for("completion")
@@ -302,16 +307,7 @@ class _Episode:
             self._deadline.set(tool_end_s, f"env.{what}")
         else:
             self._wait_for(f"turn.{what}")
-        try:
-            return await call(*args, **kwargs)
-        except asyncio.CancelledError as error:
-            if self._deadline.expired or self._deadline.cancelled_from_outside():
-                raise
-            raise EnvError(f"env.{what} must not raise CancelledError: nobody cancelled it") from error
-        except ToolError:
-            raise
-        except Exception as error:
-            raise EnvError(f"env.{what} must not raise: got {describe_error(error)}") from error
+        return await self._calls.run(f"env.{what}", EnvError, call, *args, **kwargs)
 
     def _turn(self, sampled: "_Sampled", step: Step | None, rewards: dict[str, float], env_s: float) -> Turn:
         completion = sampled.completion
@@ -325,7 +321,7 @@ class _Episode:
             stop_reason=completion.stop_reason,
             observation=answer_text(step.observation) if step is not None else "",
             rewards=rewards,
-            valid=step.valid if step is not None else True,
+            valid=bool(step.valid) if step is not None else True,
             version_sent=completion.version_sent,
             version_received=completion.version_received,
             model_s=sampled.model_s,
@@ -371,7 +367,7 @@ class _Episode:
         return trajectory
 
     def _where(self, what: str) -> str:
-        return f"{what} (trajectory {self._id}, turn {len(self._turns)})"
+        return writable(f"{what} (trajectory {self._id}, turn {len(self._turns)})")
 
 
 class _Sampled:

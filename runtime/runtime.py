@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from turngate.envs.base import EnvFactory, Task
+from turngate.envs.base import End, EnvFactory, Task
 from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.evaluation import Evaluation, summarise_episodes
@@ -18,6 +18,8 @@ from turngate.runtime.types import Sampling, Trajectory
 from turngate.runtime.unwrap import single_errors
 
 __all__ = ["Runtime"]
+
+_STRAY_CANCELLATION = "the rollout must end by itself: it was cancelled by something that runs inside it"
 
 
 class Runtime:
@@ -93,20 +95,20 @@ class Runtime:
 
         repeats: Counter[str] = Counter()  # a task played several times has luck of its own each time
 
-        async def run_one(index: int, task: Task, repeat: int) -> None:
+        async def run_one(index: int, task: Task, seed: int) -> None:
             async with self.slots.hold(priority=index):
+                # Stays when a cancellation that nobody here has asked for ends this task, and no other.
+                trajectories[index] = Trajectory(
+                    id=f"eval.{index}", task=task, seed=seed, end=End.env_error, error=_STRAY_CANCELLATION
+                )
                 trajectories[index] = await self.rollout(
-                    env,
-                    task,
-                    seed=derive_seed(seed, "evaluation", task.id, repeat),
-                    trajectory_id=f"eval.{index}",
-                    sampling=sampling,
+                    env, task, seed=seed, trajectory_id=f"eval.{index}", sampling=sampling
                 )
 
         with single_errors():
             async with anyio.create_task_group() as tg:
                 for index, task in enumerate(tasks):
-                    tg.start_soon(run_one, index, task, repeats[task.id])
+                    tg.start_soon(run_one, index, task, derive_seed(seed, "evaluation", task.id, repeats[task.id]))
                     repeats[task.id] += 1
         evaluation = summarise_episodes([t for t in trajectories if t is not None])
         if (hear := self.events.evaluation_finished) is not None:

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from turngate.envs.base import Action, End, Observation, Step, Task, ToolCall, ToolResult, ToolSpec
+from turngate.envs.base import Action, End, Observation, Snapshot, Step, Task, ToolCall, ToolResult, ToolSpec
 from turngate.envs.testing import CoinFlipEnv, EchoEnv, HangingEnv, RaisingEnv
 from turngate.runtime.clock import ManualClock
 from turngate.runtime.context import last_turns
@@ -289,7 +289,7 @@ def test_an_environment_that_cannot_be_made_is_an_env_error():
 
     trajectory = run_virtual(run_rollout(make, TASK, FakeEndpoint([])))
     assert trajectory.end is End.env_error
-    assert trajectory.error.startswith("environment must be made without raising: got OSError: no display")
+    assert trajectory.error.startswith("the environment factory must not raise: got OSError: no display")
 
 
 @pytest.mark.parametrize("at", ["reset", 1])
@@ -345,6 +345,23 @@ def test_a_tool_error_keeps_its_name():
         (Step(Observation(), {"outcome": cast(float, "1?")}), "got '1?' (env.step().rewards['outcome'])"),
         (Step(Observation(), {}, True), "env.step().end must be a terminal End, a truncation, or None: got True"),
         (Step(Observation(), {}, End.env_error), "raise an exception to fail"),
+        (Step(Observation(), {}, [1]), "env.step().end must be a terminal End, a truncation, or None: got [1]"),
+        (Step(Observation(), None), "env.step().rewards must be dict: got NoneType"),
+        (Step(Observation(), [1.0]), "env.step().rewards must be dict: got list"),
+        (Step(Observation(), 1.0), "env.step().rewards must be dict: got float"),
+        (Step(Observation(), {1: 1.0}), "env.step().rewards' names must be str: got int"),
+        (Step(Observation(), {"\ud800": 1.0}), "env.step().rewards' names must be text that UTF-8 can carry"),
+        (Step(Observation(), {"a": 10**400}), "rewards must be finite numbers of at most 1e+30: got 1000"),
+        (Step(Observation(), {"a": 1.7e308, "b": 1.7e308}), "got 1.7e+308 (env.step().rewards['a'])"),
+        (Step(Observation(), {}, None, None), "env.step().valid must be bool: got None"),
+        (Step(Observation(), {}, None, True, "\ud800"), "env.step().state must be dict: got str"),
+        (Step(Observation("", None)), "env.step().observation.results must be tuple: got NoneType"),
+        (Step(Observation("", (1,))), "env.step().observation.results[0] must be ToolResult: got int"),
+        (
+            Step(Observation("", (ToolResult(5, "x"),))),
+            "env.step().observation.results[0].call_id must be str: got int",
+        ),
+        (Step(Observation("", (ToolResult("c", None),))), "observation.results[0].text must be str: got NoneType"),
     ],
 )
 def test_garbage_from_the_environment_is_an_env_error_that_says_what(step, message):
@@ -352,6 +369,95 @@ def test_garbage_from_the_environment_is_an_env_error_that_says_what(step, messa
     assert trajectory.end is End.env_error
     assert message in trajectory.error
     assert len(trajectory.turns) == 1
+
+
+class Nameless:
+    """Even its text cannot be had."""
+
+    def __repr__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (None, "env.reset() must be Observation: got NoneType"),
+        (Nameless(), "env.reset() must be Observation: got Nameless ('a Nameless')"),
+        (Observation(None), "env.reset().text must be str: got NoneType"),
+        (Observation("\ud800"), "env.reset().text must be text that UTF-8 can carry"),
+        (Observation("", None), "env.reset().results must be tuple: got NoneType"),
+        (Observation("", (), 5), "env.reset().system must be str: got int"),
+        (Observation("", (), "\ud800"), "env.reset().system must be text that UTF-8 can carry"),
+        (Observation("", (), "", None), "env.reset().tools must be tuple: got NoneType"),
+        (Observation("", (), "", (1,)), "env.reset().tools[0] must be ToolSpec: got int"),
+        (Observation("", (), "", (ToolSpec(1, "", {}),)), "env.reset().tools[0].name must be str: got int"),
+        (Observation("", (), "", (ToolSpec("a", None, {}),)), "env.reset().tools[0].description must be str"),
+        (Observation("", (), "", (ToolSpec("a", "", None),)), "env.reset().tools[0].parameters must be dict"),
+        (
+            Observation("", (), "", (ToolSpec("a", "", {"x": "\ud800"}),)),
+            "env.reset().tools[0].parameters must be a JSON schema: got UnicodeEncodeError",
+        ),
+    ],
+)
+def test_garbage_at_the_start_is_an_env_error_that_names_the_field(observation, message):
+    class Starting(EchoEnv):
+        async def reset(self, task, seed):
+            return observation
+
+    trajectory = play(Starting)
+    assert (trajectory.end, trajectory.turns) == (End.env_error, ())
+    assert message in trajectory.error
+
+
+@pytest.mark.parametrize("snapshot", [None, Snapshot(1, b""), Snapshot("coin", "text")])
+def test_garbage_for_a_snapshot_is_an_env_error(snapshot):
+    class Shooting(CoinFlipEnv):
+        async def snapshot(self):
+            return snapshot
+
+    trajectory = play(lambda: Shooting(2), ["heads"], keep_snapshots=True)
+    assert trajectory.end is End.env_error
+    assert "env.snapshot()" in trajectory.error
+
+
+@pytest.mark.parametrize(
+    ("shown", "message"),
+    [
+        (None, "must return messages, in a list or tuple: got None"),
+        ("hello", "must return messages, in a list or tuple: got 'hello'"),
+        ([], "must return messages, in a list or tuple: got []"),
+        ([1], "message 0 of the context function must be a Message: got 1"),
+        ([{"role": "user", "content": "x"}], "message 0 of the context function must be a Message: got {'role'"),
+        ([Message("user", "a"), Message("bogus", "x")], "message 1 of the context function must have a role of"),
+        ([Message(None, "x")], "must have a role of assistant, developer, system, tool, user: got None"),
+        ([Message("user", None)], "must have a content that can be sent: it must be str: got NoneType"),
+        ([Message("user", "\ud800")], "must have a content that can be sent: it must be text that UTF-8 can carry"),
+        ([Message("tool", "x", (), 5)], "must have tool calls that can be sent: tool_call_id must be str: got int"),
+        ([Message("assistant", "x", None)], "must have tool calls that can be sent: got None"),
+        ([Message("assistant", "x", (1,))], "must have tool calls that can be sent: got 1"),
+        ([Message("assistant", "x", (ToolCall("a", "b", None),))], "must be str: got NoneType"),
+    ],
+)
+def test_garbage_from_a_context_function_is_a_tool_error_that_names_it(shown, message):
+    def my_context(history):
+        return shown
+
+    trajectory = play(context=my_context)
+    assert trajectory.end is End.tool_error
+    assert message in trajectory.error
+    assert "my_context" in trajectory.error
+
+
+def test_errors_whose_text_cannot_be_had_or_written_are_recorded_all_the_same():
+    class Speechless(Exception):
+        def __str__(self):
+            raise ValueError
+
+    assert (
+        "must not raise: got Speechless: an error whose text" in play(lambda: RaisingEnv(0, error=Speechless())).error
+    )
+    trajectory = play(lambda: RaisingEnv(0, error=ToolError("\ud800")))
+    assert trajectory.error.startswith("ToolError: \\ud800 (")
 
 
 @pytest.mark.parametrize(
