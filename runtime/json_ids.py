@@ -12,7 +12,10 @@ import msgspec
 
 from turngate.runtime.errors import MalformedReply
 
-__all__ = ["JsonIds", "TokenId", "ids_text", "parse_ids"]
+__all__ = ["DECODE_ERRORS", "JsonIds", "TokenId", "ids_text", "parse_ids"]
+
+DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
+"""What decoding the JSON of others may raise: beside errors of its own, text nested too deep or beyond UTF-8."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Stored as int32."""
@@ -25,7 +28,7 @@ def parse_ids(text: bytes, where: str = "prompt_token_ids") -> "array[int]":
     """Return the ids of a JSON array as int32. Raises MalformedReply naming the first that is none."""
     try:
         return array("i", _decode_ids(text))
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise MalformedReply(f"token ids must be integers from 0 to 2**31 - 1: {error} ({where})") from error
 
 

@@ -8,13 +8,17 @@ import aiohttp
 from yarl import URL
 
 from turngate.runtime.deadline import Deadline
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, MalformedReply
 
 __all__ = ["HttpTransport", "Reply", "Transport", "raise_file_limit"]
 
 
+_MAX_ERROR_BYTES = 64 * 1024
+"""Of a reply that is no success; the rest is cut off, as its start says what is wrong."""
+
+
 class Reply(NamedTuple):
-    """An HTTP reply, whole."""
+    """An HTTP reply, whole; one with an error status may be cut."""
 
     status: int
     headers: Mapping[str, str]
@@ -46,11 +50,19 @@ class HttpTransport:
 
     # Changed by post() and aclose(): _sessions, _urls.
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, keepalive_s: float = 4.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        keepalive_s: float = 4.0,
+        max_body_bytes: int = 64 * 1024 * 1024,
+    ) -> None:
         """Prepare to post below `url`; connects to nothing yet.
 
         Args: keepalive_s: how long an idle connection is kept. Must stay below the server's own limit (5 s in
-            uvicorn), or requests meet connections that are just being closed.
+            uvicorn), or requests meet connections that are just being closed. max_body_bytes: the longest reply that
+            is read; a broken server must not fill our memory.
         Raises: ConfigError: `url` is not an http(s) URL.
         """
         base = URL(url.rstrip("/"))
@@ -60,6 +72,7 @@ class HttpTransport:
         # Identity: compressed replies would cost both sides CPU on a fast network.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
         self._keepalive_s = keepalive_s
+        self._max_body_bytes = max_body_bytes
         self._urls: dict[str, URL] = {}
         self._sessions: dict[asyncio.AbstractEventLoop, _Sessions] = {}
         raise_file_limit()
@@ -72,6 +85,8 @@ class HttpTransport:
 
         A pooled connection that the server has closed dies before the first byte of the reply; that costs one
         immediate retry on a connection of its own. aiohttp itself never retries a POST.
+
+        Raises: ConnectionError, TimeoutError: as the protocol says. MalformedReply: it is longer than any can be.
         """
         loop = asyncio.get_running_loop()
         sessions = self._sessions.get(loop) or await self._open(loop)
@@ -82,11 +97,11 @@ class HttpTransport:
             deadline.set(loop.time() + timeout_s, "request")
             try:
                 try:
-                    return await _post(sessions.pooled, url, body)
+                    return await _post(sessions.pooled, url, body, self._max_body_bytes)
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                     if isinstance(error, aiohttp.ClientConnectorError):
                         raise  # nothing was reused: the server is not there
-                    return await _post(sessions.single_use(), url, body)
+                    return await _post(sessions.single_use(), url, body, self._max_body_bytes)
             except (aiohttp.ClientError, OSError) as error:
                 raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
@@ -139,10 +154,38 @@ class _Sessions:
                 await self._single_use.close()
 
 
-async def _post(session: aiohttp.ClientSession, url: URL, body: bytes) -> Reply:
+async def _post(session: aiohttp.ClientSession, url: URL, body: bytes, max_bytes: int) -> Reply:
     # Redirects are not followed: a POST would come back as a GET.
     response = await session.post(url, data=body, allow_redirects=False)
-    return Reply(response.status, response.headers, await response.read())  # read() releases, or closes when it fails
+    limit = max_bytes if response.status == 200 else _MAX_ERROR_BYTES
+    length = response.content_length
+    if length is not None and length <= limit and "Content-Encoding" not in response.headers:
+        found = await response.read()  # releases the connection, or closes it when it fails
+    else:
+        found = await _read_bounded(response, limit)
+    return Reply(response.status, response.headers, found)
+
+
+async def _read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Read a reply that does not say how long it is, or says too much."""
+    body = bytearray()
+    try:
+        while len(body) <= limit:
+            chunk = await response.content.readany()
+            if not chunk:
+                response.release()
+                return bytes(body)
+            body += chunk
+    except BaseException:
+        response.close()
+        raise
+    response.close()  # with the rest unread, the connection cannot be used again
+    if response.status == 200:
+        raise MalformedReply(
+            f"reply must have at most {limit} bytes: got more, and read no further (POST {response.url}); it starts "
+            f"with {bytes(body[:80])!r}"
+        )
+    return bytes(body[:limit])
 
 
 def raise_file_limit() -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from turngate.runtime.errors import ConfigError, PublishError
 from turngate.runtime.files import write_atomically
+from turngate.runtime.json_ids import DECODE_ERRORS
 
 __all__ = ["EnginePublisher", "FolderPublisher", "WeightPublisher"]
 
@@ -93,7 +94,7 @@ class EnginePublisher:
             async with asyncio.timeout(self._timeout_s), aiohttp.ClientSession(headers=self._headers) as session:
                 async with session.get(url) as reply:
                     return msgspec.json.decode(await reply.read(), type=_Health).policy_version
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, *DECODE_ERRORS) as error:
             raise PublishError(f"the engine must say what it serves: got {error!r} ({url})") from error
 
     async def _post(self, session: aiohttp.ClientSession, body: dict[str, Any], what: str) -> None:
@@ -183,7 +184,7 @@ def _check_published(text: str, policy_version: int, what: str) -> None:
     """A 200 alone proves little: servers have answered 200 and kept the old weights."""
     try:
         served = msgspec.json.decode(text, type=dict[str, Any]).get("policy_version")
-    except msgspec.MsgspecError:
+    except DECODE_ERRORS:
         served = None
     if served != policy_version:
         raise PublishError(f"{what} must be confirmed by the engine: got {text[:200]!r}; is this a Turngate engine?")
@@ -193,7 +194,7 @@ def _error_message(text: str) -> str:
     """The message of an OpenAI-style error reply, or the start of whatever came instead."""
     try:
         return str(msgspec.json.decode(text, type=dict[str, dict[str, Any]])["error"]["message"])
-    except (msgspec.MsgspecError, KeyError):
+    except (*DECODE_ERRORS, KeyError):
         return text[:200]
 
 

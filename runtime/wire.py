@@ -12,7 +12,7 @@ import msgspec
 
 from turngate.envs.base import ToolCall, ToolSpec
 from turngate.runtime.errors import MalformedReply
-from turngate.runtime.json_ids import JsonIds, TokenId
+from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId
 from turngate.runtime.types import Completion, Message
 
 __all__ = [
@@ -202,14 +202,18 @@ def decode_reply(body: bytes, *, text: bool = False) -> ChatReply | TextReply:
     """
     try:
         return _decode_text(body) if text else _decode_chat(body)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise MalformedReply(f"reply must be a completion object: {error}; it starts with {body[:80]!r}") from error
 
 
-def chat_completion(reply: ChatReply, version_sent: int, version_received: int) -> Completion:
+def chat_completion(
+    reply: ChatReply, version_sent: int, version_received: int, newest_version: int | None = None
+) -> Completion:
     """Check a chat reply and return its only choice as a completion.
 
-    Raises: MalformedReply: what is there contradicts itself. Missing ids or log-probs are not an error.
+    Args: newest_version: the newest policy version that can be in service; None when nobody knows.
+    Raises: MalformedReply: what is there contradicts itself, or claims a version from the future. Missing ids or
+        log-probs are not an error.
     """
     choice = _only_choice(reply.choices)
     message = choice.message
@@ -220,7 +224,7 @@ def chat_completion(reply: ChatReply, version_sent: int, version_received: int) 
     calls = message.tool_calls
     return Completion(
         message.content or "",
-        *_aligned(choice, logprobs, version_sent),
+        *_aligned(choice, logprobs, version_sent, newest_version),
         JsonIds(prompt) if prompt and prompt != b"null" else (),
         choice.finish_reason or "stop",
         tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls) if calls else (),
@@ -229,7 +233,13 @@ def chat_completion(reply: ChatReply, version_sent: int, version_received: int) 
     )
 
 
-def text_completion(reply: TextReply, prompt: Sequence[int], version_sent: int, version_received: int) -> Completion:
+def text_completion(
+    reply: TextReply,
+    prompt: Sequence[int],
+    version_sent: int,
+    version_received: int,
+    newest_version: int | None = None,
+) -> Completion:
     """Check a reply of /completions to a prompt of ids. Raises MalformedReply as `chat_completion` does."""
     choice = _only_choice(reply.choices)
     logprobs: Sequence[float | None] = []
@@ -238,7 +248,7 @@ def text_completion(reply: TextReply, prompt: Sequence[int], version_sent: int, 
         check_logprobs(logprobs, "choices[0].logprobs.token_logprobs")
     return Completion(
         choice.text,
-        *_aligned(choice, cast(Sequence[float], logprobs), version_sent),
+        *_aligned(choice, cast(Sequence[float], logprobs), version_sent, newest_version),
         prompt,
         choice.finish_reason or "stop",
         (),
@@ -261,7 +271,7 @@ def _only_choice(choices: list[C]) -> C:
 
 
 def _aligned(
-    choice: ChatChoice | TextChoice, logprobs: Sequence[float], version_sent: int
+    choice: ChatChoice | TextChoice, logprobs: Sequence[float], version_sent: int, newest_version: int | None
 ) -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
     """Return (ids, log-probs, versions) of the sampled tokens, aligned; empty where the server gave none."""
     ids, versions = choice.token_ids, choice.policy_versions
@@ -280,6 +290,11 @@ def _aligned(
             f"policy_versions must align with token_ids: expected {count}, got {len(versions)} "
             "(choices[0].policy_versions)"
         )
+    if newest_version is not None and max(versions) > newest_version:
+        raise MalformedReply(
+            f"policy_versions must have been published: expected at most {newest_version}, got {max(versions)} "
+            "(choices[0].policy_versions); tell an endpoint whose server is ahead its policy_version"
+        )
     return ids, logprobs, versions
 
 
@@ -294,10 +309,11 @@ def error_message(body: bytes) -> str:
     """Return the message in an error reply of any common shape, or the start of whatever came instead."""
     try:
         decoded = msgspec.json.decode(body, type=_ErrorBody)
-    except msgspec.MsgspecError:
-        return body[:200].decode(errors="replace")
-    found = decoded.error if decoded.error is not None else decoded.message or decoded.detail
-    if isinstance(found, dict):
-        parts = [str(found[key]) for key in ("message", "code") if found.get(key)]
-        found = " | ".join(parts) or found
-    return str(found)[:500] if found else body[:200].decode(errors="replace")
+        found = decoded.error if decoded.error is not None else decoded.message or decoded.detail
+        if isinstance(found, dict):
+            parts = [str(found[key]) for key in ("message", "code") if found.get(key)]
+            found = " | ".join(parts) or found
+        text = str(found)[:500] if found else ""
+    except DECODE_ERRORS:
+        text = ""
+    return text or body[:200].decode(errors="replace")

@@ -22,6 +22,7 @@ from turngate.runtime.testing.endpoints import fake_logprob, fake_reply
 from turngate.runtime.testing.hostile import answer, broken, hang, raw, reset, status
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Message, Sampling
+from turngate.runtime.weights import EnginePublisher
 from turngate.runtime.wire import check_logprobs
 
 ASK = [Message("system", "be brief"), Message("user", "hi")]
@@ -358,3 +359,36 @@ async def test_api_key_is_sent_and_never_shown():
 def test_a_url_that_cannot_work_is_refused_at_once(url):
     with pytest.raises(ConfigError, match="url must be"):
         Endpoint(url, model="m")
+
+
+def claiming(*versions):
+    return answer("ok", lambda reply: reply["choices"][0].update(policy_versions=list(versions)))
+
+
+@pytest.mark.parametrize(("newest", "accepted"), [(3, True), (4, True), (5, False), (2**31 - 1, False), (-1, False)])
+async def test_versions_from_the_future_and_negative_ones_are_malformed(newest, accepted):
+    """One above the published version can serve already, while its publication is being confirmed."""
+    async with HostileServer(claiming(2, newest, 3)) as server, endpoint_at(server, policy_version=3) as endpoint:
+        if accepted:
+            assert list((await endpoint.complete(ASK, SAMPLING)).versions) == [2, newest, 3]
+            return
+        with pytest.raises(MalformedReply, match=r"policy_versions must have been published|Expected `int` >= 0"):
+            await endpoint.complete(ASK, SAMPLING)
+        assert endpoint.statistics().malformed == 1
+
+
+async def test_an_endpoint_that_was_told_no_version_takes_what_the_server_says_unless_it_publishes():
+    async with HostileServer(claiming(9, 9, 9)) as server:
+        async with endpoint_at(server) as endpoint:
+            assert list((await endpoint.complete(ASK, SAMPLING)).versions) == [9, 9, 9]
+        async with endpoint_at(server, publisher=EnginePublisher(server.url)) as endpoint:
+            with pytest.raises(MalformedReply, match="expected at most 1, got 9"):
+                await endpoint.complete(ASK, SAMPLING)
+
+
+async def test_a_5xx_reply_nested_too_deep_to_read_is_retried_like_any_other(monkeypatch):
+    monkeypatch.setattr("turngate.runtime.endpoint._FIRST_DELAY_S", 0.001)
+    deep = raw(b'{"error": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 503)
+    async with HostileServer(deep, answer("ok")) as server, endpoint_at(server) as endpoint:
+        assert (await endpoint.complete(ASK, SAMPLING)).text == "ok"
+        assert endpoint.statistics().retries == 1

@@ -37,3 +37,9 @@ def test_the_start_of_a_longer_number_is_no_prefix():
 def test_what_is_no_array_is_refused(text):
     with pytest.raises(MalformedReply, match="must be an array"):
         JsonIds(text)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000 + b"]" * 100_000, b"[-1]", b"[2147483648]", b'["\xff"]', b"[1"])
+def test_ids_that_are_none_are_refused_when_somebody_looks(text):
+    with pytest.raises(MalformedReply, match="token ids must be integers"):
+        JsonIds(text).ids()

@@ -7,8 +7,9 @@ import resource
 import msgspec
 import pytest
 
+from turngate.runtime.errors import MalformedReply
 from turngate.runtime.testing import HostileServer
-from turngate.runtime.testing.hostile import answer, hang, reset, status
+from turngate.runtime.testing.hostile import answer, hang, raw, reset, status
 from turngate.runtime.transport import HttpTransport, raise_file_limit
 
 BODY = msgspec.json.encode({"model": "m", "messages": []})
@@ -77,6 +78,52 @@ async def test_a_timeout_is_no_connection_error():
         with pytest.raises(TimeoutError):
             await post(transport, timeout_s=0.02)
         await transport.aclose()
+
+
+def endless(code):
+    """Answer with a body of no announced length that never ends."""
+
+    async def behave(request, writer):
+        writer.write(b"HTTP/1.1 %d X\r\nTransfer-Encoding: chunked\r\n\r\n" % code)
+        while True:
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+
+    return behave
+
+
+@pytest.mark.parametrize("behaviour", [endless(200), raw(b"x" * 200_001)], ids=["endless", "announced"])
+async def test_a_reply_longer_than_any_can_be_is_malformed_and_not_read_to_its_end(behaviour):
+    async with HostileServer(behaviour, raw(b"y" * 200_000)) as server:
+        transport = HttpTransport(server.url, max_body_bytes=200_000)
+        with pytest.raises(MalformedReply, match="reply must have at most 200000 bytes"):
+            await post(transport)
+        assert len((await post(transport)).body) == 200_000
+        await transport.aclose()
+
+
+@pytest.mark.parametrize("behaviour", [endless(500), raw(b"x" * 200_000, 500)], ids=["endless", "announced"])
+async def test_of_an_error_reply_only_the_start_is_read(behaviour):
+    async with HostileServer(behaviour) as server:
+        transport = HttpTransport(server.url)
+        reply = await post(transport)
+        await transport.aclose()
+    assert (reply.status, len(reply.body)) == (500, 64 * 1024)
+
+
+async def test_a_reply_that_does_not_say_how_long_it_is_comes_whole_and_the_connection_lives_on():
+    async def chunked(request, writer):
+        writer.write(b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        await writer.drain()
+        writer.write(b"2\r\nde\r\n0\r\n\r\n")
+        await writer.drain()
+        return True
+
+    async with HostileServer(chunked) as server:
+        transport = HttpTransport(server.url)
+        assert [(await post(transport)).body for _ in range(2)] == [b"abcde"] * 2
+        await transport.aclose()
+        assert server.connections == 1
 
 
 def test_a_loop_that_ends_without_aclose_leaves_no_session_open():
