@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
+from turngate.runtime.answers import writable
 from turngate.runtime.errors import RecordError
+from turngate.runtime.json_ids import DECODE_ERRORS
 from turngate.runtime.types import Message, Trajectory, Turn
 
 __all__ = ["read_trajectories", "render_transcript", "write_trajectories"]
@@ -18,6 +20,9 @@ def _plain(value: Any) -> Any:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
+_MAX_DEPTH = 64
+"""Of the containers in what an environment leaves in `state`."""
+_decode_any = msgspec.json.Decoder().decode
 _decode = msgspec.json.Decoder(Trajectory).decode
 
 
@@ -33,13 +38,51 @@ def render_transcript(trajectory: Trajectory) -> str:
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
-    """Write one JSON object per line, replacing the file; token arrays are base64. Returns how many were written."""
+    """Write one JSON object per line, replacing the file; token arrays are base64. Returns how many were written.
+
+    What JSON cannot hold in a turn's `state` or a task's `data`, which are the environment's, is written as text.
+    """
     count = 0
     with path.open("wb") as file:
         for trajectory in trajectories:
-            file.write(_encode(trajectory) + b"\n")
+            file.write(_line(trajectory) + b"\n")
             count += 1
     return count
+
+
+def _line(trajectory: Trajectory) -> bytes:
+    try:
+        return _encode(trajectory)
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        # States first: what nests too deep, or is part of itself, cannot even be made plain.
+        turns = tuple(msgspec.structs.replace(turn, state=_tame(turn.state)) for turn in trajectory.turns)
+        task = msgspec.structs.replace(trajectory.task, data=_tame(trajectory.task.data))
+        tamed = msgspec.structs.replace(trajectory, turns=turns, task=task)
+        return _encode(_tame(msgspec.to_builtins(tamed, enc_hook=_plain)))
+
+
+def _tame(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """Return a copy that JSON can hold: texts without lone surrogates, keys as text, an end to the nesting."""
+    if isinstance(value, str):
+        return writable(value)
+    if isinstance(value, (dict, list, tuple)):
+        if len(above) > _MAX_DEPTH or id(value) in above:
+            return f"<{type(value).__name__}>"
+        above = (*above, id(value))
+        if isinstance(value, dict):
+            return {_tame_key(key): _tame(each, above) for key, each in value.items()}
+        return [_tame(each, above) for each in value]
+    try:
+        return _decode_any(_encode(value))
+    except Exception:  # whatever a value of the environment's raises
+        return f"<{type(value).__name__}>"
+
+
+def _tame_key(key: object) -> str:
+    try:
+        return writable(str(key))
+    except Exception:
+        return f"<{type(key).__name__}>"
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
@@ -51,7 +94,7 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
         for number, line in enumerate(file, start=1):
             try:
                 yield _decode(line)
-            except msgspec.MsgspecError as error:
+            except DECODE_ERRORS as error:
                 raise RecordError(f"each line must hold a trajectory: {error} ({path}:{number})") from error
 
 

@@ -57,3 +57,58 @@ def test_a_transcript_shows_tool_calls_cuts_and_reasons():
     text = render_transcript(msgspec.structs.replace(trajectory, turns=(turn,), error="why", untrainable_because="x"))
     assert 'on [cut at 2 tokens]\n          look({"at": 1})' in text
     assert text.endswith("policy version 0  why")
+
+
+def _itself():
+    state = {"here": "ok"}
+    state["there"] = [state]
+    return state
+
+
+def _deep():
+    state = {}
+    for _ in range(100_000):
+        state = {"in": state}
+    return state
+
+
+class Unwritable:
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("state", "read"),
+    [
+        ({"text": "a\ud800", "n": 1}, {"text": "a\\ud800", "n": 1}),
+        ({"\ud800": [("b\udfff",)]}, {"\\ud800": [["b\\udfff"]]}),
+        ({(1, 2): 0.5}, {"(1, 2)": 0.5}),
+        (_itself(), {"here": "ok", "there": ["<dict>"]}),
+        ({"it": Unwritable(), Unwritable(): 1}, {"it": "<Unwritable>", "<Unwritable>": 1}),
+        (_deep(), None),
+    ],
+    ids=["surrogate", "key", "tuple", "itself", "unwritable", "deep"],
+)
+def test_a_state_that_json_cannot_hold_is_written_as_text_and_reads_back(tmp_path, state, read):
+    import msgspec
+
+    trajectory = episode()
+    first = msgspec.structs.replace(trajectory.turns[0], state=state)
+    broken = msgspec.structs.replace(trajectory, turns=(first, *trajectory.turns[1:]))
+    path = tmp_path / "some.jsonl"
+    assert write_trajectories(path, [broken, trajectory]) == 2
+    again, other = read_trajectories(path)
+    assert other == trajectory
+    assert again.segments == trajectory.segments
+    assert again.turns[1:] == trajectory.turns[1:]
+    assert again.turns[0].state == read if read is not None else "in" in again.turns[0].state
+
+
+def test_any_text_that_utf8_cannot_carry_is_written_escaped(tmp_path):
+    import msgspec
+
+    trajectory = msgspec.structs.replace(episode(), error="\ud800", task=Task("t", "\ud801", {"a": "\ud802"}))
+    path = tmp_path / "some.jsonl"
+    write_trajectories(path, [trajectory])
+    (again,) = read_trajectories(path)
+    assert (again.error, again.task) == ("\\ud800", Task("t", "\\ud801", {"a": "\\ud802"}))
