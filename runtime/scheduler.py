@@ -240,7 +240,8 @@ class Collector:
 
     def _count_failure(self, trajectory: Trajectory, reason: str) -> None:
         why = trajectory.error or trajectory.untrainable_because or "no token was generated"
-        kind, what = _FAILURE_ERRORS.get(trajectory.end, EnvError), f"{reason}: {why} (trajectory {trajectory.id})"
+        kind = _FAILURE_ERRORS.get(trajectory.end, EnvError)
+        what = f"{reason}: {why}" + ("" if trajectory.id in why else f" (trajectory {trajectory.id})")
         self._last_failure = kind, what
         self._failures += 1
         if self._failures == self._config.failure_limit:  # once: the others are only its witnesses

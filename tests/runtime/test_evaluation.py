@@ -33,3 +33,8 @@ def test_success_counts_truncations_and_leaves_out_failures_of_the_machinery() -
 
 def test_nothing_scored_is_not_a_success_rate() -> None:
     assert math.isnan(summarise_episodes([_episode(End.env_error, 0.0)]).success)
+
+
+def test_against_a_dead_server_the_evaluation_says_what_failed_first() -> None:
+    evaluation = summarise_episodes([_episode(End.endpoint_error, 0.0)] * 3)
+    assert str(evaluation) == "nan [0.000, 1.000] (n = 0, 3 failed by the machinery, first: no disk)"
