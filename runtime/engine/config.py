@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from turngate.runtime.engine.protocol import MAX_POLICY_VERSION
 from turngate.runtime.errors import ConfigError
 
 __all__ = ["EngineConfig"]
@@ -45,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be positive: got {getattr(self, name)}; leave it out for the default")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be in [0, 65535]: got {self.port}; 0 takes a free one")
-        if self.policy_version < 0:
-            raise ConfigError(f"policy_version must be at least 0: got {self.policy_version}; versions only grow")
+        if not 0 <= self.policy_version <= MAX_POLICY_VERSION:
+            raise ConfigError(f"policy_version must be in [0, {MAX_POLICY_VERSION}]: got {self.policy_version}")
         if self.api_key == "":
             raise ConfigError("api_key must not be empty: got ''; use None to serve without one")

@@ -175,15 +175,13 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def _run_process(self) -> AsyncGenerator[int]:
-        with tempfile.TemporaryDirectory(prefix="turngate-engine-") as temporary:
-            folder = await asyncio.to_thread(self._model_folder, Path(temporary))
-            self._process = EngineProcess(folder, self._config, start_timeout_s=self._start_timeout_s)
-            port = await self._process.start()
-            try:
-                async with self._watching(self._process.watch):
-                    yield port
-            finally:
-                await self._process.stop()
+        port = await self._start_process()
+        assert self._process is not None
+        try:
+            async with self._watching(self._process.watch):
+                yield port
+        finally:
+            await self._process.stop()
 
     @contextlib.asynccontextmanager
     async def _run_thread(self) -> AsyncGenerator[int]:
@@ -198,14 +196,22 @@ class Engine:
         async with EngineServer(model, tokenizer, self._config) as server, self._watching(server.failed):
             yield server.port
 
-    def _model_folder(self, temporary: Path) -> Path:
-        """Return the folder the process reads: the user's, or `temporary` with the user's model in it."""
-        if isinstance(self._model, (Path, str)):
-            return Path(self._model).absolute()
+    async def _start_process(self) -> int:
+        """Start the process on the user's folder, or on a temporary one with the user's model; return its port."""
+        async with contextlib.AsyncExitStack() as stack:
+            if isinstance(self._model, (Path, str)):
+                folder = await asyncio.to_thread(Path(self._model).absolute)
+            else:
+                # Gone as soon as the process has read it, so that a violent end of this one leaves no folder behind.
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-engine-")))
+                await asyncio.to_thread(self._save_model, self._model, folder)
+            self._process = EngineProcess(folder, self._config, start_timeout_s=self._start_timeout_s)
+            return await self._process.start()
+
+    def _save_model(self, model: "PolicyModel", folder: Path) -> None:
         assert self._tokenizer is not None
-        self._model.save(temporary)
-        self._tokenizer.save(temporary / "tokenizer.json")
-        return temporary
+        model.save(folder)
+        self._tokenizer.save(folder / "tokenizer.json")
 
     @contextlib.asynccontextmanager
     async def _watching(self, death: Callable[[], Awaitable[str]]) -> AsyncGenerator[None]:

@@ -18,18 +18,21 @@ from typing import Any, NamedTuple
 import msgspec
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from turngate.runtime.engine.packing import Packed, Queries
+from turngate.runtime.engine.packing import Packed, Queries, pack
+from turngate.runtime.engine.weight_file import fit_weights, max_file_bytes, read_weights
 from turngate.runtime.errors import ConfigError, PublishError
 from turngate.runtime.files import write_atomically
 
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "ModelConfig", "PolicyModel", "Scores", "apply_rope", "norm", "read_weights"]
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "ModelConfig", "PolicyModel", "Scores", "apply_rope", "norm"]
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+
+_TRIAL_TOKENS = 256
+"""Enough to see an overflow: norms make everything but the weights themselves of unit scale."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="turngate-model-1"):
@@ -235,7 +238,8 @@ class PolicyModel(nn.Module):
 
         Raises: PublishError: the file is unreadable, does not fit, or is not finite; nothing was changed.
         """
-        self.load_tensors(read_weights(path), where=str(path))
+        state = read_weights(path, max_bytes=max_file_bytes(self.state_dict()))
+        self.load_tensors(state, where=str(path))
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, Tensor], *, where: str = "state dict") -> None:
@@ -244,9 +248,20 @@ class PolicyModel(nn.Module):
         Raises: PublishError: names, shapes or values do not fit; nothing was changed.
         """
         own = self.state_dict()
-        _check_weights(own, state, where)
+        fitting = fit_weights(own, state, where)
         for name, tensor in own.items():
-            tensor.copy_(state[name])
+            tensor.copy_(fitting[name])
+
+    @torch.no_grad()
+    def check_overflow(self, *, where: str) -> None:
+        """Try the weights on a sequence with tokens from all over the vocabulary.
+
+        Raises: PublishError: they are finite, but what the model computes with them is not.
+        """
+        step = math.ceil(self.config.vocab_size / min(self.config.max_context, _TRIAL_TOKENS))
+        packed = pack([range(0, self.config.vocab_size, step)])
+        if not self.logits(packed.to(self.embed.weight.device)).isfinite().all():
+            raise PublishError(f"logits must be finite: the weights overflow ({where}); look at the learner")
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -296,28 +311,3 @@ def attend(q_BTHD: Tensor, k_BTD: Tensor, v_BTD: Tensor, visible_B1QT: Tensor | 
     causal = visible_B1QT is None
     mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible_B1QT, is_causal=causal, enable_gqa=True)
     return mixed.transpose(1, 2)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file.
-
-    Raises: PublishError: it cannot be read or is not a whole safetensors file.
-    """
-    try:
-        return safetensors.torch.load(path.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise PublishError(f"weights must be a whole safetensors file: {error} ({path}); publish it again") from error
-
-
-def _check_weights(own: Mapping[str, Tensor], new: Mapping[str, Tensor], where: str) -> None:
-    missing, extra = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
-    if missing or extra:
-        raise PublishError(f"weights must have this model's names: missing {missing}, unknown {extra} ({where})")
-    for name, tensor in own.items():
-        if new[name].shape != tensor.shape:
-            expected, got = tuple(tensor.shape), tuple(new[name].shape)
-            raise PublishError(
-                f"weights must have this model's shapes: expected {expected}, got {got} ({name}, {where})"
-            )
-        if not torch.isfinite(new[name]).all():
-            raise PublishError(f"weights must be finite: got NaN or infinity ({name}, {where}); look at the learner")

@@ -178,7 +178,9 @@ async def _stop(process: Process) -> None:
 
 def main(start: dict[str, object]) -> NoReturn:
     """Run in the child: serve until the parent hangs up. `start` is the parent's message."""
+    # The end of our input says when to stop. Service managers send SIGTERM to all: the parent may still need us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Stdout belongs to the handshake; whatever else prints goes to stderr and cannot fill the pipe.
     answer = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -8,7 +8,7 @@ than ignored, because a client that trains on the reply must be able to trust it
 import json
 import math
 import re
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ __all__ = [
     "StreamOptions",
     "WeightsRequest",
     "decode_request",
+    "nested_too_deep",
     "token_id_prompts",
 ]
 
@@ -42,6 +43,8 @@ MAX_STOPS = 16
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 _SEED_BOUND = 2**63
+MAX_POLICY_VERSION = 2**31 - 1
+"""Clients store one version per token, as an int32."""
 
 
 class RequestError(Exception):
@@ -193,7 +196,7 @@ class WeightsRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     path: str
     """A safetensors file, or a folder holding model.safetensors, on the engine's machine."""
-    policy_version: int
+    policy_version: Annotated[int, msgspec.Meta(ge=0, le=MAX_POLICY_VERSION)]
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -234,9 +237,16 @@ def decode_request(decoder: "msgspec.json.Decoder[RequestT]", body: bytes) -> Re
         raise _as_request_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(body, error) from None
+    except RecursionError:
+        raise nested_too_deep() from None
     if isinstance(request, SamplingFields):
         _check_sampling(request)
     return request
+
+
+def nested_too_deep() -> RequestError:
+    """Return the reply to a request whose JSON has more levels than Python can follow."""
+    return RequestError("the body must be nested less deeply: got more levels than can be read")
 
 
 def token_id_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

@@ -20,7 +20,7 @@ from turngate.runtime.engine.completions import JSON_HEADERS, Completions
 from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.model_thread import ModelThread
-from turngate.runtime.engine.protocol import RequestError, WeightsRequest, decode_request
+from turngate.runtime.engine.protocol import RequestError, WeightsRequest, decode_request, nested_too_deep
 from turngate.runtime.engine.replies import error_body, now_s
 from turngate.runtime.engine.request import BatcherConfig
 from turngate.runtime.engine.tokenizer import Tokenizer
@@ -165,6 +165,8 @@ class EngineServer:
                         code="body_too_large",
                     )
                 )
+            except RecursionError:  # decoded, but too deep for what is done with it: tools are written out again
+                reply = _refuse(nested_too_deep())
             except ConnectionError:
                 raise  # the client is gone; aiohttp tidies up
             except Exception:  # the boundary: a bug costs one request, not the server, and is told

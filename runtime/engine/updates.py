@@ -1,13 +1,14 @@
 """Weight updates in flight: one at a time, whole or not at all, between two decode steps."""
 
 import asyncio
+import copy
 from pathlib import Path
 
 import torch
 
 from turngate.runtime.engine.batcher import Batcher
 from turngate.runtime.engine.generation import server_error
-from turngate.runtime.engine.model import WEIGHTS_FILE, PolicyModel, read_weights
+from turngate.runtime.engine.model import WEIGHTS_FILE, PolicyModel
 from turngate.runtime.engine.model_thread import ModelThread
 from turngate.runtime.engine.protocol import RequestError
 from turngate.runtime.errors import EndpointError, PublishError
@@ -26,6 +27,7 @@ class WeightUpdates:
     def __init__(self, thread: ModelThread, model: PolicyModel, policy_version: int) -> None:
         self._thread = thread
         self._model = model
+        self._trial = copy.deepcopy(model)  # new weights prove themselves here, where a failure breaks nothing
         self._one_at_a_time = asyncio.Lock()
         self._tasks: set[asyncio.Task[int]] = set()
         self.policy_version = policy_version
@@ -64,7 +66,7 @@ class WeightUpdates:
         if policy_version < self.policy_version:
             raise _conflict(f"must not go back: expected more than {self.policy_version}, got {policy_version}")
         # Read whole and off the model thread; nothing that is swapped in is read from the disk again.
-        state = await asyncio.to_thread(_read, path)
+        state = await asyncio.to_thread(self._try, path)
         if policy_version > self.policy_version:
             await self._thread.call(lambda batcher: batcher.swap_weights(state, policy_version))
             self.policy_version = policy_version
@@ -74,6 +76,16 @@ class WeightUpdates:
             raise _conflict(f"must be new: {policy_version} is served with other weights; publish under a new one")
         return self.policy_version
 
+    def _try(self, path: Path) -> dict[str, torch.Tensor]:
+        """Return weights that fit the model and work. Raises: PublishError: they do not."""
+        try:
+            file = path / WEIGHTS_FILE if path.is_dir() else path
+        except (OSError, ValueError) as error:  # a path that no file system knows: too long, a NUL inside
+            raise PublishError(f"weights must have a path that exists: {error}") from error
+        self._trial.load_weights(file)
+        self._trial.check_overflow(where=str(file))
+        return {name: tensor.clone() for name, tensor in self._trial.state_dict().items()}
+
     def _is_served(self, _: Batcher, state: dict[str, torch.Tensor]) -> bool:
         own = self._model.state_dict()
         return own.keys() == state.keys() and all(_is_equal(own[name], state[name]) for name in own)
@@ -81,10 +93,6 @@ class WeightUpdates:
 
 def _is_equal(served: torch.Tensor, given: torch.Tensor) -> bool:
     return served.shape == given.shape and torch.equal(served, given.to(served))
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    return read_weights(path / WEIGHTS_FILE if path.is_dir() else path)
 
 
 def _conflict(what: str) -> RequestError:

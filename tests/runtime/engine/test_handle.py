@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import aiohttp
@@ -140,16 +141,21 @@ async def test_missing_folder_is_a_config_error(tmp_path):
             pass
 
 
-async def test_engine_process_serves_learns_and_its_violent_death_is_told(tiny_model, tokenizer, tmp_path):
+async def test_engine_process_serves_learns_and_its_violent_death_is_told(tiny_model, tokenizer, tmp_path, monkeypatch):
     """One process start for all of it: importing torch is what these seconds are spent on."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
     async def use() -> None:
         async with Engine.start(tiny_model, tokenizer, api_key="k") as engine:
+            # Nothing that kill -9 of this process could leave behind.
+            assert list((tmp_path / "temporary").iterdir()) == []
             first = await engine.endpoint.complete(MESSAGES, Sampling(max_tokens=4), seed=1)
             again = await engine.endpoint.complete(MESSAGES, Sampling(max_tokens=4), seed=1)
             assert first.token_ids == again.token_ids
             tiny_model.save_weights(tmp_path / "w.safetensors")
             await engine.publisher.publish(tmp_path / "w.safetensors", 1)
+            os.kill(engine.pid, signal.SIGTERM)  # is left to this process, which may need the engine to the end
             later = await engine.endpoint.complete(MESSAGES, Sampling(max_tokens=4), seed=1)
             assert (later.token_ids, list(later.versions)) == (first.token_ids, [1] * 4)
             os.kill(engine.pid, signal.SIGKILL)

@@ -5,7 +5,7 @@ import safetensors.torch
 import torch
 from torch.nn import functional
 
-from turngate.runtime.engine.model import ModelConfig, PolicyModel, read_weights, squared_relu
+from turngate.runtime.engine.model import ModelConfig, PolicyModel, squared_relu
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, PublishError
 
@@ -168,18 +168,20 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(tmp_path, make_p
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_torn_or_missing_weights_file_is_refused(tmp_path, make_policy):
-    make_policy().save_weights(tmp_path / "w")
-    whole = (tmp_path / "w").read_bytes()
-    (tmp_path / "torn").write_bytes(whole[: len(whole) // 2])
-    for name in ("torn", "missing"):
-        with pytest.raises(PublishError, match="whole safetensors file"):
-            read_weights(tmp_path / name)
-
-
 def test_a_folder_without_a_valid_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"readable config\.json"):
         PolicyModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_context": 1}, {"vocab_size": 1}, {"max_context": 1000, "vocab_size": 999}])
+def test_weights_that_overflow_in_use_are_found(make_policy, sizes):
+    model = make_policy(**sizes)
+    model.check_overflow(where="here")
+    with torch.no_grad():
+        model.typed_layers[0].up.weight.mul_(1e24)  # finite, but not once it is squared
+    if model.config.max_context > 1 < model.config.vocab_size:  # else nothing can be predicted
+        with pytest.raises(PublishError, match=r"logits must be finite: the weights overflow \(here\)"):
+            model.check_overflow(where="here")
 
 
 @pytest.mark.parametrize(("name", "value"), [("width", 0), ("vocab_size", -1), ("head_dim", 3)])

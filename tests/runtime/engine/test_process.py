@@ -96,13 +96,17 @@ async def test_start_has_a_deadline_and_leaves_no_child(start, monkeypatch):
     assert not is_alive(child.pid)
 
 
+async def until_half_started(child):
+    async with asyncio.timeout(20):
+        while child.pid is None:  # noqa: ASYNC110 - nothing tells when a half-started child has its id
+            await asyncio.sleep(0)
+
+
 async def test_cancelled_start_leaves_no_child(start, monkeypatch):
     monkeypatch.setattr(process, "_STOP_TIMEOUT_S", 0.05)
     child = start("import time; time.sleep(600)")
     task = asyncio.create_task(child.start())
-    async with asyncio.timeout(20):
-        while child.pid is None:  # noqa: ASYNC110 - nothing tells when a half-started child has its id
-            await asyncio.sleep(0)
+    await until_half_started(child)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -112,9 +116,16 @@ async def test_cancelled_start_leaves_no_child(start, monkeypatch):
 async def test_cancel_scope_around_start_leaves_no_child(start, monkeypatch):
     monkeypatch.setattr(process, "_STOP_TIMEOUT_S", 0.05)
     child = start("import time; time.sleep(600)")
-    with anyio.move_on_after(0.1) as scope:
+
+    async def cancel() -> None:
+        await until_half_started(child)
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        canceller = asyncio.create_task(cancel())
         await child.start()
     assert scope.cancelled_caught
+    await canceller
     assert not is_alive(child.pid)
 
 

@@ -197,6 +197,19 @@ async def test_nan_is_traced_to_its_field(http, start_server):
     assert (reply.status, told["error"]["param"]) == (400, "temperature")
 
 
+async def test_nesting_too_deep_for_any_step_is_a_bad_request(http, start_server):
+    answers: set[tuple[int, str]] = set()
+    async with start_server() as server:
+        for levels in (10, 500, *range(900, 1010, 4), 5000, 100_000):
+            schema = b'{"a":' * levels + b"1" + b"}" * levels
+            data = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [{"type": "function", '
+            data += b'"function": {"name": "buy", "parameters": %s}}]}' % schema
+            reply, told = await ask(http, server, "/v1/chat/completions", data=data)
+            answers.add((reply.status, told["error"]["message"].split(" must ")[0]))
+    # The shallow ones can be read, and are too long for the context of this model.
+    assert answers == {(400, "the body"), (400, "prompt and completion")}
+
+
 async def test_large_body_is_refused_before_it_is_kept(http, start_server):
     async with start_server(max_body_bytes=1000) as server:
         reply, told = await ask(http, server, "/v1/completions", {"prompt": "x" * 2000})
@@ -404,7 +417,7 @@ async def test_taken_port_is_a_clear_error(start_server):
     [
         ({"port": 70000}, "port must be in"),
         ({"max_running": 0}, "max_running must be positive"),
-        ({"policy_version": -1}, "policy_version must be at least 0"),
+        ({"policy_version": -1}, "policy_version must be in"),
         ({"api_key": ""}, "api_key must not be empty"),
     ],
 )

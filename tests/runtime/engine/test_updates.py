@@ -1,6 +1,7 @@
 import asyncio
 import copy
 import itertools
+import os
 
 import aiohttp
 import pytest
@@ -114,17 +115,31 @@ def broken_file(kind, model, path):
         del state["embed.weight"]
     elif kind == "another model's":
         state["extra"] = torch.zeros(1)
+    elif kind == "integers":
+        state = {name: tensor.int() for name, tensor in state.items()}
+    elif kind == "too wide":
+        state = {name: tensor.double() * 1e200 for name, tensor in state.items()}
+    elif kind == "NaN in eight bits":
+        state["embed.weight"] = torch.full_like(state["embed.weight"], float("nan")).to(torch.float8_e4m3fn)
+    elif kind == "finite until used":
+        state["layers.0.up.weight"] *= 1e24
     data = safetensors.torch.save(state)
     if kind == "half written":
         data = data[: len(data) // 2]
     if kind == "not weights":
         data = b"weights? no"
-    if kind != "missing":
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind != "missing":
         path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
-    "kind", ["NaN", "infinite", "misshapen", "incomplete", "another model's", "half written", "not weights", "missing"]
+    "kind",
+    [
+        *("NaN", "infinite", "misshapen", "incomplete", "another model's", "half written", "not weights", "missing"),
+        *("integers", "too wide", "NaN in eight bits", "finite until used", "a pipe"),
+    ],
 )
 async def test_broken_weights_are_refused_and_the_old_ones_serve(
     http, server, versions, publisher, tokenizer, tmp_path, kind
@@ -139,6 +154,26 @@ async def test_broken_weights_are_refused_and_the_old_ones_serve(
     versions[1].save_weights(tmp_path / "w.safetensors")
     await publisher.publish(tmp_path / "w.safetensors", 1)
     assert await score(http, server, ids) == pytest.approx(reference(versions[1], ids), abs=1e-4)
+
+
+async def post_weights(http, server, body) -> tuple[int, str | None]:
+    async with http.post(f"http://127.0.0.1:{server.port}/admin/weights", json=body) as reply:
+        return reply.status, (await reply.json()).get("error", {}).get("param")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "/" + "x" * 5000, "\u20ac" * 200, ""])
+async def test_a_path_that_no_file_can_have_is_the_clients_mistake(http, server, path):
+    assert await post_weights(http, server, {"path": path, "policy_version": 1}) == (400, "path")
+    assert (await server.statistics())["policy_version"] == 0
+
+
+async def test_versions_fit_the_field_that_carries_them(http, server, versions, tmp_path):
+    """One more would be served, and break whatever stores a token's version as an int32."""
+    versions[1].save_weights(tmp_path / "w")
+    for version in (-1, 2**31, 2**64):
+        body = {"path": str(tmp_path / "w"), "policy_version": version}
+        assert await post_weights(http, server, body) == (400, "policy_version")
+    assert await post_weights(http, server, {"path": str(tmp_path / "w"), "policy_version": 2**31 - 1}) == (200, None)
 
 
 async def test_versions_only_grow(server, versions, publisher, tmp_path):
