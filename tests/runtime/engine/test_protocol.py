@@ -109,12 +109,10 @@ def test_body_that_is_no_request_is_refused(body):
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("levels", [900, 5000, 200_000])
+@pytest.mark.parametrize("levels", [5000, 200_000])
 @pytest.mark.parametrize("field", ["unknown", "tools", "tool_choice", "messages"])
 def test_deep_nesting_is_refused(field, levels):
     nest = b"[" * levels + b"]" * levels
-    if levels < 1000 and field in ("unknown", "tool_choice"):  # Python can hold these
-        nest = b"[" * 5000
     with pytest.raises(RequestError) as caught:
         decode_request(CHAT, b'{"messages": [{"role": "user", "content": "x"}], "%s": %s}' % (field.encode(), nest))
     assert caught.value.status == 400
