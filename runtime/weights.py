@@ -168,8 +168,13 @@ class FolderPublisher:
         pointer = json.dumps({"policy_version": policy_version, "file": name}).encode()
         write_atomically(self._folder / "latest.json", pointer)
         if self._keep is not None:
-            for old in sorted(self._folder.glob("policy-*.safetensors"))[: -self._keep]:
+            for _, old in self._versions()[: -self._keep]:
                 old.unlink(missing_ok=True)
+
+    def _versions(self) -> list[tuple[int, Path]]:
+        """Published files with their versions, oldest first; by number, since names sort wrongly beyond eight digits."""
+        numbered = [(p.stem.removeprefix("policy-"), p) for p in self._folder.glob("policy-*.safetensors")]
+        return sorted((int(number), p) for number, p in numbered if number.isdecimal())
 
     def latest(self) -> tuple[Path, int] | None:
         """Return the newest weights and their version; None when nothing was published yet."""

@@ -163,6 +163,19 @@ async def test_folder_keeps_the_newest_versions_only(tmp_path, weights):
     assert names == ["policy-00000003.safetensors", "policy-00000004.safetensors"]
 
 
+async def test_the_newest_versions_are_those_of_the_largest_numbers(tmp_path, weights):
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served, keep=2)
+    await folder.publish(weights, 99_999_999)
+    (tmp_path / "policies" / "policy-best.safetensors").write_bytes(b"somebody's own")
+    for version in (100_000_000, 100_000_001):
+        await folder.publish(weights, version)
+    assert sorted(p.name for p in (tmp_path / "policies").glob("*.safetensors")) == [
+        "policy-100000000.safetensors",
+        "policy-100000001.safetensors",
+        "policy-best.safetensors",
+    ]
+
+
 async def test_folder_refuses_an_older_version(tmp_path, weights):
     folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served)
     await folder.publish(weights, 4)
