@@ -172,7 +172,7 @@ class FolderPublisher:
                 old.unlink(missing_ok=True)
 
     def _versions(self) -> list[tuple[int, Path]]:
-        """Published files with their versions, oldest first; by number, since names sort wrongly beyond eight digits."""
+        """Published files with their versions, oldest first. By number: names sort wrongly beyond eight digits."""
         numbered = [(p.stem.removeprefix("policy-"), p) for p in self._folder.glob("policy-*.safetensors")]
         return sorted((int(number), p) for number, p in numbered if number.isdecimal())
 
