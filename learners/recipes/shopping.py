@@ -77,14 +77,18 @@ def shopping_policy(
 
 
 def knowledge(model: PolicyModel, tokenizer: Tokenizer, *, n: int = 64, seed: int = -1) -> dict[str, float]:
-    """Return the share of right verdicts on `n` unseen pages each: the price wrong, the rating wrong, nothing wrong."""
+    """Return the share of right verdicts on `n` unseen close calls each: price wrong, rating wrong, nothing wrong.
+
+    The page stands where it stands in an episode: after the goal and a list.
+    """
     rng = random.Random(f"shopping knowledge {seed}")
     shares: dict[str, float] = {}
     for fault in _CHECKED:
         chats = [
             [
                 ("user", goal_sentence(goal)),
-                ("user", item_page(_item(goal, {fault or _NONE}, rng))),
+                ("user", _list_lesson(goal, rng)[0]),
+                ("user", item_page(_item(goal, {fault or _NONE}, rng, close_share=1.0))),
                 ("assistant", fault or _NONE),
             ]
             for goal, _ in zip(_training_goals(rng), range(n), strict=False)
@@ -126,10 +130,19 @@ def _page_lesson(goal: Goal, rng: random.Random) -> tuple[str, str]:
     return item_page(item), " ".join(found) or _NONE
 
 
-def _item(goal: Goal, faults: set[str], rng: random.Random) -> Item:
-    price = rng.randint(goal.max_price, 99) if "price" in faults else rng.randint(10, goal.max_price - 1)
-    least = 10 * goal.min_rating
-    tenths = rng.randint(15, least - 1) if "rating" in faults else rng.randint(least, 50)
+def _item(goal: Goal, faults: set[str], rng: random.Random, *, close_share: float = 0.5) -> Item:
+    """Return an item with these faults. Close calls, on this side or that of what the goal asks, are what tells whether
+    two numbers are compared: a policy that knew only low ratings from high ones bought 3.5 stars when told four."""
+    is_close = rng.random() < close_share
+    most, least = goal.max_price, 10 * goal.min_rating
+    if "price" in faults:
+        price = rng.randint(most, min(99, most + 9) if is_close else 99)
+    else:
+        price = rng.randint(most - 10 if is_close else 10, most - 1)
+    if "rating" in faults:
+        tenths = rng.randint(least - 10 if is_close else 15, least - 1)
+    else:
+        tenths = rng.randint(least, least + 9 if is_close else 50)
     colors = rng.sample([c for c in COLORS if c != goal.color], rng.choice((1, 2)))
     if "color" not in faults:
         colors.insert(rng.randint(0, len(colors)), goal.color)
