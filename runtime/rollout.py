@@ -238,9 +238,9 @@ class _Episode:
         if limit is None:
             return self._sampling
         left = limit - self._recorder.policy_tokens
-        if left <= 0:
-            return None
-        return self._sampling if left >= self._sampling.max_tokens else _shortened(self._sampling, left)
+        if left >= self._sampling.max_tokens:
+            return self._sampling
+        return msgspec.structs.replace(self._sampling, max_tokens=left) if left > 0 else None
 
     async def _shown(self, history: History) -> Sequence[Message]:
         """Return what the context function shows of the history; nonsense and whatever it raises is a ToolError."""
@@ -252,7 +252,10 @@ class _Episode:
             return await shown if inspect.isawaitable(shown) else shown
 
         self._wait_for("context")
+        length = len(history)
         shown = await self._calls.run("the context function", ToolError, ask)
+        if len(history) != length:
+            raise ToolError(f"the context function must not change the history: it did ({self._context!r})")
         if shown is not history.messages:
             check_messages(shown, repr(self._context))
         return shown
@@ -393,10 +396,6 @@ _TIMEOUTS = {
     "env.snapshot": (End.env_error, "tool_timeout_s"),
 }
 """What running into each deadline means: a hanging server or environment is a failure, a slow episode is cut short."""
-
-
-def _shortened(sampling: Sampling, max_tokens: int) -> Sampling:
-    return msgspec.structs.replace(sampling, max_tokens=max_tokens)
 
 
 def _said(completion: Completion) -> Message:

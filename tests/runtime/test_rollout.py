@@ -448,6 +448,16 @@ def test_garbage_from_a_context_function_is_a_tool_error_that_names_it(shown, me
     assert "my_context" in trajectory.error
 
 
+def test_a_context_function_that_changes_the_history_is_a_tool_error():
+    def forgetful(history):
+        history.messages.clear()
+        return [Message("user", "go")]
+
+    trajectory = play(context=forgetful)
+    assert trajectory.end is End.tool_error
+    assert "the context function must not change the history: it did (" in trajectory.error
+
+
 def test_errors_whose_text_cannot_be_had_or_written_are_recorded_all_the_same():
     class Speechless(Exception):
         def __str__(self):
