@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.envs.shopping import ShoppingEnv, compute_recovery, held_out_tasks, train_tasks
-from turngate.learners import GRPO
-from turngate.learners.recipes.shopping import shopping_policy
+from turngate.learners.recipes.shopping import shopping_grpo, shopping_policy
 from turngate.runtime import Limits, Runtime, plot_run, show_progress, train
 from turngate.runtime.engine import Engine
 from turngate.runtime.evaluation import Evaluation
@@ -42,7 +41,7 @@ async def improve(args: argparse.Namespace, run_dir: Path, model: Path) -> dict[
             runtime,
             ShoppingEnv,
             train_tasks(4096, seed=args.seed),
-            learner=GRPO(model, preset="grpo", adamw_lr=2e-3, updates=args.updates, seed=args.seed),
+            learner=shopping_grpo(model, args.updates, seed=args.seed),
             updates=args.updates,
             run_dir=run_dir,
             group_size=8,
@@ -87,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--evaluate", type=int, default=512, help="number of held-out tasks")
     parser.add_argument("--run-dir", help="where everything is written; default: runs/shopping-<time>")

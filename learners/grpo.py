@@ -81,7 +81,9 @@ class GRPO:
     parity_batches: int = 3
     """Batches with fresh tokens on which a parity failure is an error; later ones only report it."""
     min_ess_ratio: float = 0.05
-    """Stop when the token-level effective sample size falls below this share: the data says nothing any more."""
+    """Stop when the token-level effective sample size stays below this share for `min_ess_batches` batches in a row:
+    the data says nothing any more. In one batch a single token of ratio e^7, which the loss truncates, can do that."""
+    min_ess_batches: int = 3
     microbatch_tokens: int = 8192
     """Tokens per forward pass; changes speed and memory, not the result beyond rounding."""
     seed: int = 0
@@ -89,7 +91,7 @@ class GRPO:
     _state: PolicyState | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "minibatches", "microbatch_tokens"):
+        for name in ("epochs", "minibatches", "microbatch_tokens", "min_ess_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive: got {getattr(self, name)} (GRPO)")
         for name in ("max_grad_norm", "parity_tolerance"):
@@ -221,19 +223,23 @@ class GRPO:
             require_parity(parity, self.parity_tolerance)
             state.parity_batches += 1
         metrics = sampler_mismatch(tokens, proximal_N, policy_version=version)
-        # Of the weights as the loss truncates them: one raw outlier of e^7 among thousands of tokens means nothing.
-        usable = metrics["ess_token_truncated_ratio"]
-        if tokens.policy_tokens and usable < self.min_ess_ratio:
-            raise LearnerError(
-                f"effective sample size must be at least {self.min_ess_ratio} of the tokens: got {usable:.3f} after "
-                "truncation; lower max_staleness or the learning rates"
-            )
+        self._require_sample(metrics["ess_token_ratio"] if tokens.policy_tokens else 1.0)
         return metrics | {
             "entropy": float(entropy_N[tokens.mask_N].mean()) if tokens.policy_tokens else 0.0,
             "policy_tokens": float(tokens.policy_tokens),
             "parity_tokens": float(parity.tokens),
             "parity_max_abs": parity.max_abs,
         }
+
+    def _require_sample(self, ess_ratio: float) -> None:
+        """Raise when the batches have said nothing for too long."""
+        state = self._loaded
+        state.low_ess_batches = state.low_ess_batches + 1 if ess_ratio < self.min_ess_ratio else 0
+        if state.low_ess_batches >= self.min_ess_batches:
+            raise LearnerError(
+                f"effective sample size must be at least {self.min_ess_ratio} of the tokens: got {ess_ratio:.3f} "
+                f"after {self.min_ess_batches - 1} batches as low; lower max_staleness or the learning rates"
+            )
 
     def _step(self, state: PolicyState, data: UpdateData, rows: list[int], tally: StepTally) -> None:
         """Take one optimizer step on `rows`; none when no token of them can move the policy."""

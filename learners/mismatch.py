@@ -75,8 +75,7 @@ def sampler_mismatch(tokens: TokenBatch, proximal_N: Tensor, *, policy_version: 
     distance = mismatch_metrics(proximal_N, behaviour_N, mask_N)
     gap_N = proximal_N.to(torch.float64) - behaviour_N.to(torch.float64)
     trained = tokens.trajectory_ids_N[mask_N].unique()
-    weights = is_weights(proximal_N, behaviour_N, mask_N, Correction())
-    truncated_N = weights.is_truncated
+    truncated_N = is_weights(proximal_N, behaviour_N, mask_N, Correction()).is_truncated
     lag_P = (policy_version - tokens.versions_N[mask_N]).to(torch.float64)
     return {
         "sampler_kl_k1": distance.kl_k1,
@@ -85,7 +84,6 @@ def sampler_mismatch(tokens: TokenBatch, proximal_N: Tensor, *, policy_version: 
         "log_ratio_abs_max": distance.max_abs,
         "log_ratio_second_moment": distance.second_moment,
         "ess_token_ratio": effective_sample_size(gap_N[mask_N]).ess_ratio,
-        "ess_token_truncated_ratio": effective_sample_size(weights.weights[mask_N].log()).ess_ratio,
         "ess_trajectory_ratio": effective_sample_size(tokens.sum_by_trajectory(gap_N)[trained]).ess_ratio,
         "tis_truncated_fraction": float(truncated_N.sum()) / max(tokens.policy_tokens, 1),
         "trained_lag_mean": float(lag_P.mean()) if len(lag_P) else 0.0,

@@ -71,6 +71,8 @@ class PolicyState:
         self.updates = 0
         self.parity_batches = 0
         """Batches that passed the parity check."""
+        self.low_ess_batches = 0
+        """Batches in a row whose effective sample size was too small."""
 
     def __repr__(self) -> str:
         return f"<PolicyState {self.updates} updates>"

@@ -10,6 +10,7 @@ by constraint further on, the knowledge never reached the decision (AUC of leavi
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,10 +21,12 @@ from turngate.envs.shopping.shop import item_page
 from turngate.envs.shopping.shoppers import NOISY
 from turngate.envs.shopping.tasks import goal_sentence, split_of
 from turngate.learners.cloning import CloningConfig, CloningProgress, clone, score_chats
+from turngate.learners.grpo import GRPO
+from turngate.learners.optimizers import Schedule
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.tokenizer import Tokenizer
 
-__all__ = ["CARELESS", "SHOPPING_CLONING", "knowledge", "lessons", "shopping_policy"]
+__all__ = ["CARELESS", "SHOPPING_CLONING", "knowledge", "lessons", "shopping_grpo", "shopping_policy"]
 
 SHOPPING_CLONING = CloningConfig(steps=700, adamw_lr=0.02)
 """At most so long; the warm start ends when the checks are known. Embeddings of unit scale need the larger AdamW rate:
@@ -96,6 +99,18 @@ def knowledge(model: PolicyModel, tokenizer: Tokenizer, *, n: int = 64, seed: in
         scores = score_chats(model, tokenizer, chats)
         shares[fault or "nothing"] = sum(score.correct == score.tokens for score in scores) / n
     return shares
+
+
+def shopping_grpo(model: Path, updates: int, *, seed: int = 0, **changes: Any) -> GRPO:
+    """Return the learner that goes with the warm start; `changes` are fields of `GRPO`.
+
+    Both optimizers take steps whose size does not shrink with the gradient. As success rises most groups are all
+    successes and say nothing, and what the others say gets noisier: twice these rates, or four steps a batch instead of
+    two, reached 0.8 in 40 updates and then shook between 0.7 and 0.85, with ratios up to 50.
+    """
+    schedule = Schedule(warmup_updates=5, total_updates=updates, decay_start=0.2, decay_to=0.1)
+    settings = {"preset": "grpo", "epochs": 1, "muon_lr": 2e-3, "adamw_lr": 1e-3, "schedule": schedule, "seed": seed}
+    return GRPO(model, **(settings | changes))
 
 
 def lessons(n: int, seed: int) -> list[Dialogue]:
