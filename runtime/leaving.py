@@ -9,7 +9,8 @@ import asyncio
 import logging
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any, ParamSpec, TypeVar, cast
+from types import CoroutineType
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["Exited", "LeavableCalls"]
 
@@ -51,7 +52,8 @@ class LeavableCalls:
         Cancelled: so is the call; when it is still there after the grace it is closed, logged, and CancelledError
         raised. Raises: Exited: the call raised any other BaseException.
         """
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        task = asyncio.current_task()
+        assert task is not None, "a call is awaited in a task"
         steps: Coroutine[Any, Any, T] | None = None
         self.own_cancels = 0
         thrown: BaseException | None = None
@@ -67,7 +69,8 @@ class LeavableCalls:
                 except StopIteration as done:
                     if steps is None:
                         raise RuntimeError("StopIteration raised by a plain function") from done
-                    return cast(T, done.value)
+                    result: T = done.value
+                    return result
                 except (Exception, asyncio.CancelledError, KeyboardInterrupt):
                     raise
                 except BaseException as error:
@@ -140,7 +143,7 @@ class _Grace:
 
 def _steps(call: Awaitable[T]) -> Coroutine[Any, Any, T]:
     """Return what `await call` would drive; one that cannot be awaited raises TypeError when driven."""
-    return call if isinstance(call, types.CoroutineType) else _await(call)
+    return call if isinstance(call, CoroutineType) else _await(call)
 
 
 async def _await(call: Awaitable[T]) -> T:
