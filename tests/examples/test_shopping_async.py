@@ -22,7 +22,7 @@ def test_the_script_warms_up_measures_trains_and_reports(
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    tiny = functools.partial(shopping_policy, config=CloningConfig(steps=40))
+    tiny = functools.partial(shopping_policy, config=CloningConfig(steps=20), settling=CloningConfig(steps=20))
     monkeypatch.setattr(script, "shopping_policy", tiny)
     run_dir, figures = tmp_path / "run", tmp_path / "figures.json"
 

@@ -50,13 +50,22 @@ def test_the_warm_start_ends_when_everything_checked_is_known(tmp_path, monkeypa
     told = iter([{"price": 1.0, "rating": 0.9}, {"price": 0.95, "rating": 0.95}])
     monkeypatch.setattr(shopping, "knowledge", lambda model, tokenizer: next(told))
     heard: list[CloningProgress] = []
-    shopping_policy(tmp_path / "policy", 1, heard.append, config=CloningConfig(steps=50, gate_every=2))
-    assert len(heard) == 4
+    shopping_policy(
+        tmp_path / "policy",
+        1,
+        heard.append,
+        config=CloningConfig(steps=50, gate_every=2),
+        settling=CloningConfig(steps=3),
+    )
+    assert len(heard) == 4 + 3
 
 
 def test_equal_seeds_give_equal_weights_and_one_vocabulary(tmp_path):
     short = CloningConfig(steps=2)
-    folders = [shopping_policy(tmp_path / name, seed, config=short) for name, seed in (("a", 5), ("b", 5), ("c", 6))]
+    folders = [
+        shopping_policy(tmp_path / name, seed, config=short, settling=short)
+        for name, seed in (("a", 5), ("b", 5), ("c", 6))
+    ]
     weights, again, others = (PolicyModel.load(folder).state_dict() for folder in folders)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert not all(torch.equal(weights[name], others[name]) for name in weights)
