@@ -4,22 +4,22 @@ The worker answers one request at a time, in order. Requests and replies cross t
 pickle is the learner object itself, sent once by the parent to the child it spawned.
 """
 
+import asyncio
 import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
+import queue
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-import anyio
-import anyio.to_thread
 import msgspec
 
 from turngate.envs.base import Task
@@ -34,7 +34,6 @@ WorkerMode: TypeAlias = Literal["process", "thread"]
 # Torch on one thread each keeps engine and learner out of each other's way on small machines; with two threads on two
 # busy cores it ran 2-4 times slower.
 _CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-_WAITING_CALLS = 4  # threads: one call at work, and one or two after a cancellation
 _ADVICE = {
     True: "if it never started, guard the script's entry by `if __name__ == '__main__':`, since the process imports it",
     False: "resume from the last checkpoint",
@@ -71,6 +70,8 @@ class _Reply(msgspec.Struct):
 
 class _Channel(Protocol):
     async def call(self, request: _Request) -> _Reply: ...
+
+    def close(self) -> None: ...
 
 
 class LearnerWorker:
@@ -115,21 +116,13 @@ class LearnerWorker:
 @asynccontextmanager
 async def start_learner(learner: Learner, *, mode: WorkerMode = "process") -> AsyncGenerator[LearnerWorker]:
     """Run `learner` in its own process (spawn) or thread until the block ends; leaving it stops the process at once."""
-    if mode == "process":
-        channel = _ProcessChannel(learner)
-        try:
-            yield LearnerWorker(channel)
-        finally:
-            channel.close()
-    elif mode == "thread":
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        try:
-            yield LearnerWorker(_ThreadChannel(learner))
-        finally:
-            sys.setswitchinterval(before)
-    else:
+    if mode not in ("process", "thread"):
         raise ConfigError(f"worker must be 'process' or 'thread': got {mode!r}")
+    channel: _Channel = _ProcessChannel(learner) if mode == "process" else _ThreadChannel(learner)
+    try:
+        yield LearnerWorker(channel)
+    finally:
+        channel.close()
 
 
 class _Host:
@@ -172,18 +165,61 @@ def _plain(report: object) -> UpdateReport:
     return UpdateReport(metrics)
 
 
-class _ThreadChannel:
-    def __init__(self, learner: Learner) -> None:
-        self._host = _Host(learner)
-        self._turn = threading.Lock()
-        self._limiter = anyio.CapacityLimiter(_WAITING_CALLS)
+class _Caller:
+    """Makes blocking calls for coroutines, one after another, on a thread of its own.
+
+    The thread is there before the first call and is a daemon: a pool starts threads in the middle of calls, where a
+    second Ctrl-C leaves one behind that the interpreter waits for at its exit, as it does for one at work.
+    """
+
+    def __init__(self, function: Callable[[_Request], _Reply]) -> None:
+        self._function = function
+        self._requests: queue.SimpleQueue[tuple[_Request, asyncio.Future[_Reply]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="turngate-learner-calls", daemon=True).start()
 
     async def call(self, request: _Request) -> _Reply:
-        return await anyio.to_thread.run_sync(self._handle, request, limiter=self._limiter, abandon_on_cancel=True)
+        """Return the reply. Cancelled: the call is made unseen, or not at all if its turn had not come."""
+        future: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+        self._requests.put((request, future))
+        return await future
 
-    def _handle(self, request: _Request) -> _Reply:
-        with self._turn:
-            return self._host.handle(request)
+    def close(self) -> None:
+        """Let the thread end after the calls it was given."""
+        self._requests.put(None)
+
+    def _run(self) -> None:
+        while (item := self._requests.get()) is not None:
+            request, future = item
+            if future.cancelled():
+                continue
+            outcome: _Reply | BaseException
+            try:
+                outcome = self._function(request)
+            except BaseException as error:  # the boundary: whatever it is, it belongs to the caller
+                outcome = error
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+                future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: "asyncio.Future[_Reply]", outcome: _Reply | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+class _ThreadChannel:
+    def __init__(self, learner: Learner) -> None:
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._caller = _Caller(_Host(learner).handle)
+        self.call = self._caller.call
+
+    def close(self) -> None:
+        self._caller.close()
+        sys.setswitchinterval(self._switch_interval_s)
 
 
 class _ProcessChannel:
@@ -207,19 +243,16 @@ class _ProcessChannel:
         # For a script that ends without closing us: multiprocessing would send SIGTERM, which the child leaves to us,
         # and wait for ever.
         atexit.register(self._process.kill)
-        self._turn = threading.Lock()
-        self._limiter = anyio.CapacityLimiter(_WAITING_CALLS)
-
-    async def call(self, request: _Request) -> _Reply:
-        return await anyio.to_thread.run_sync(self._exchange, request, limiter=self._limiter, abandon_on_cancel=True)
+        self._caller = _Caller(self._exchange)
+        self.call = self._caller.call
 
     def _exchange(self, request: _Request) -> _Reply:
         if isinstance(request, _Update):
             request = _Update(_lean(request.batch))
         try:
-            with self._turn:  # a cancelled call still waits here for its reply; the next one must not read it
-                self._connection.send_bytes(msgspec.msgpack.encode(request))
-                return msgspec.msgpack.decode(self._connection.recv_bytes(), type=_Reply)
+            self._connection.send_bytes(msgspec.msgpack.encode(request))
+            # Waited for although the caller may have been cancelled: the next call must not read this reply.
+            return msgspec.msgpack.decode(self._connection.recv_bytes(), type=_Reply)
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
             raise LearnerError(
@@ -228,8 +261,8 @@ class _ProcessChannel:
             ) from error
 
     def close(self) -> None:
-        # First, since it wakes a thread that may still be waiting for a reply.
-        self._process.kill()
+        self._caller.close()
+        self._process.kill()  # which wakes a thread that may still be waiting for a reply
         self._process.join()
         atexit.unregister(self._process.kill)
         self._connection.close()

@@ -289,6 +289,7 @@ async def _interrupt(folder: Path, update_s: float, numbers: Sequence[int]) -> t
         async with asyncio.timeout(60):
             assert await process.stdout.readline() == b"learning\n"
             for number in numbers:
+                await asyncio.sleep(0.1)  # people are not faster, and Python may raise the second Ctrl-C just anywhere
                 os.killpg(process.pid, number)
                 told += await process.stderr.readline()
             told += (await process.communicate())[1]  # ends when the learner is gone as well

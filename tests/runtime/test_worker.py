@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import cast
 
@@ -176,6 +177,43 @@ async def test_an_unpicklable_learner_is_refused_with_advice() -> None:
     with pytest.raises(LearnerError, match="picklable before load"):
         async with start_learner(Local()):
             pass
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_no_thread_is_started_in_the_middle_of_a_call(mode: WorkerMode, tmp_path: Path) -> None:
+    """Thread.start waits; a Ctrl-C that ends this wait leaves a thread that the interpreter waits for at its exit."""
+    async with start_learner(CountingLearner(update_s=0.2), mode=mode) as worker:
+        await worker.load(None)
+        before = threading.active_count()
+        calls = [asyncio.create_task(worker.update(EMPTY)), asyncio.create_task(worker.save(tmp_path))]
+        await asyncio.sleep(0.05)
+        assert threading.active_count() == before
+        await asyncio.gather(*calls)
+
+
+class LeavingLearner(CountingLearner):
+    """Ends the script, as some libraries do when they find no GPU."""
+
+    def update(self, batch: Batch) -> UpdateReport:
+        sys.exit(3)
+
+
+async def test_a_learner_that_exits_in_its_thread_does_not_hang_its_caller() -> None:
+    async with start_learner(LeavingLearner(), mode="thread") as worker:
+        await worker.load(None)
+        with pytest.raises(SystemExit):
+            await worker.update(EMPTY)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_call_that_was_cancelled_before_its_turn_is_not_made(mode: WorkerMode, tmp_path: Path) -> None:
+    async with start_learner(CountingLearner(update_s=0.2), mode=mode) as worker:
+        await worker.load(None)
+        calls = [asyncio.create_task(worker.update(EMPTY)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        calls[1].cancel()
+        reports = await asyncio.gather(*calls, return_exceptions=True)
+        assert [r.metrics["count"] for r in reports if isinstance(r, UpdateReport)] == [1, 2]
 
 
 async def test_an_unknown_mode_is_refused() -> None:
