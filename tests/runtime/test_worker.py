@@ -123,7 +123,7 @@ async def test_a_learner_process_leaves_sigterm_to_its_parent(tmp_path: Path) ->
         await worker.load(None)
         update = asyncio.create_task(worker.update(EMPTY))
         await asyncio.sleep(0.05)
-        os.kill(worker._channel._process.pid, signal.SIGTERM)  # type: ignore[attr-defined]
+        os.kill(worker._channel._process.pid, signal.SIGTERM)
         assert (await update).metrics["count"] == 1
 
 
@@ -185,10 +185,10 @@ async def test_no_thread_is_started_in_the_middle_of_a_call(mode: WorkerMode, tm
     async with start_learner(CountingLearner(update_s=0.2), mode=mode) as worker:
         await worker.load(None)
         before = threading.active_count()
-        calls = [asyncio.create_task(worker.update(EMPTY)), asyncio.create_task(worker.save(tmp_path))]
+        update, save = asyncio.create_task(worker.update(EMPTY)), asyncio.create_task(worker.save(tmp_path))
         await asyncio.sleep(0.05)
         assert threading.active_count() == before
-        await asyncio.gather(*calls)
+        await asyncio.gather(update, save)
 
 
 class LeavingLearner(CountingLearner):
