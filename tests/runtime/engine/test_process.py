@@ -121,8 +121,9 @@ async def test_cancel_scope_around_start_leaves_no_child(start, monkeypatch):
         await until_half_started(child)
         scope.cancel()
 
-    with anyio.CancelScope() as scope:
-        canceller = asyncio.create_task(cancel())
+    scope = anyio.CancelScope()
+    canceller = asyncio.create_task(cancel())
+    with scope:
         await child.start()
     assert scope.cancelled_caught
     await canceller
