@@ -26,7 +26,8 @@ from yarl import URL
 
 from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.runtime.endpoint import Endpoint
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.limits import Limits
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.transport import HttpTransport, raise_file_limit
 from turngate.runtime.types import Message, Sampling
 from turngate.runtime.wire import ChatRequest

@@ -10,9 +10,10 @@ from turngate.runtime.evaluation import Evaluation
 from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
 from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger
+from turngate.runtime.limits import Limits
 from turngate.runtime.plot import plot_run
 from turngate.runtime.progress import show_progress
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.run import TrainReport
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection

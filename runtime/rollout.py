@@ -25,42 +25,17 @@ from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EnvError, ToolError
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.foreign import ForeignCalls
+from turngate.runtime.limits import Limits
 from turngate.runtime.recorder import Recorder
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Completion, Message, Sampling, Trajectory, Turn
 
-__all__ = ["Limits", "run_rollout"]
+__all__ = ["run_rollout"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _UNHEARD = Events()
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Where collection stops. Reaching a limit of turns, tokens or the rollout's time truncates the episode: the task
-    could go on. Reaching the limit of one call means that something hangs: a failure, refilled and never trained on."""
-
-    max_turns: int = 16
-    max_policy_tokens: int | None = None
-    """Generated tokens per episode; the last turn's `max_tokens` shrinks to what is left."""
-    max_context_tokens: int | None = None
-    """Prompt and completion of one turn; no recorded segment is longer. None leaves it to the server."""
-    request_timeout_s: float = 600.0
-    """One completion, retries included; running into it is an endpoint_error."""
-    tool_timeout_s: float = 120.0
-    """One reset or step of the environment; running into it is an env_error."""
-    turn_timeout_s: float = 900.0
-    """One turn as a whole, context function included; running into it is the failure of whatever it waited for."""
-    rollout_timeout_s: float = 3600.0
-    close_timeout_s: float = 10.0
-    """Closing the environment, and the end of a call that was cancelled; either is left behind after that."""
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be positive: got {value} (Limits)")
 
 
 async def run_rollout(

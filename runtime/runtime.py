@@ -11,7 +11,8 @@ from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.evaluation import Evaluation, summarise_episodes
 from turngate.runtime.events import EvaluationFinished, Events
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.limits import Limits
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Sampling, Trajectory

@@ -66,7 +66,8 @@ class Hop(NamedTuple):
     def callers(self) -> list[tuple[str, str]]:
         """Functions by which this hop may be reached, as (file, function)."""
         if self.via_file:
-            return [(self.via_file, self.via_function)]
+            # Any function of the carrier's module: between threads and processes there is no call to follow.
+            return [(self.via_file, function) for function in functions_of(self.via_file)]
         return [(hop.file, hop.function) for hop in hops() if hop.number < self.number]
 
 

@@ -8,7 +8,8 @@ import pytest
 from turngate.envs.base import End, Observation, Step, Task
 from turngate.envs.testing import EchoEnv
 from turngate.runtime.closing import close_env
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.limits import Limits
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.testing import FakeEndpoint, run_virtual
 

@@ -19,8 +19,9 @@ from turngate.runtime.errors import (
     ToolError,
 )
 from turngate.runtime.events import Event, Events, RolloutFinished, RolloutStarted, TurnFinished
+from turngate.runtime.limits import Limits
 from turngate.runtime.recorder import Recorder
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.testing import FakeEndpoint, run_virtual
 from turngate.runtime.testing.endpoints import fake_logprob, render_ids
@@ -548,9 +549,3 @@ def test_events_tell_of_start_turns_and_finish_in_order():
 def test_timings_come_from_the_injected_clock():
     trajectory = play(clock=ManualClock(50.0))
     assert (trajectory.started_s, trajectory.ended_s) == (50.0, 50.0)
-
-
-@pytest.mark.parametrize("field", ["max_turns", "max_policy_tokens", "request_timeout_s", "turn_timeout_s"])
-def test_limits_must_be_positive(field):
-    with pytest.raises(ConfigError, match=f"{field} must be positive: got 0"):
-        Limits(**{field: 0})

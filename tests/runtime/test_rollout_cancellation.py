@@ -10,7 +10,8 @@ from turngate.envs.base import End, Task
 from turngate.envs.testing import EchoEnv, HangingEnv, RaisingEnv
 from turngate.runtime.context import summarise
 from turngate.runtime.events import Events, RolloutFinished
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.limits import Limits
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.testing import FakeEndpoint, cancel_everywhere, run_virtual
 from turngate.runtime.types import Trajectory
 

@@ -9,7 +9,8 @@ from turngate.envs.base import End, Task
 from turngate.envs.testing import EchoEnv
 from turngate.runtime import endpoint as endpoint_module
 from turngate.runtime.endpoint import Endpoint
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.limits import Limits
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.testing import HostileServer
 from turngate.runtime.testing.hostile import answer, broken, hang, raw, reset, status
 

@@ -16,7 +16,7 @@ import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task, ToolSpec
 from turngate.runtime.errors import ConfigError, EndpointError, LearnerError, PublishError
-from turngate.runtime.rollout import Limits
+from turngate.runtime.limits import Limits
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.testing.learner import CountingLearner

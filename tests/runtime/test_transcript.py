@@ -5,7 +5,8 @@ import pytest
 from turngate.envs.base import Snapshot, Task, ToolCall
 from turngate.envs.testing import CoinFlipEnv, EchoEnv
 from turngate.runtime.errors import RecordError
-from turngate.runtime.rollout import Limits, run_rollout
+from turngate.runtime.limits import Limits
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.testing import FakeEndpoint, run_virtual
 from turngate.runtime.transcript import read_trajectories, render_transcript, write_trajectories
 
