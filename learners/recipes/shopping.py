@@ -117,7 +117,14 @@ def shopping_grpo(model: Path, updates: int, *, seed: int = 0, **changes: Any) -
     two, reached 0.8 in 40 updates and then shook between 0.7 and 0.85, with ratios up to 50.
     """
     schedule = Schedule(warmup_updates=5, total_updates=updates, decay_start=0.2, decay_to=0.1)
-    settings = {"preset": "grpo", "epochs": 1, "muon_lr": 2e-3, "adamw_lr": 1e-3, "schedule": schedule, "seed": seed}
+    settings: dict[str, Any] = {
+        "preset": "grpo",
+        "epochs": 1,
+        "muon_lr": 2e-3,
+        "adamw_lr": 1e-3,
+        "schedule": schedule,
+        "seed": seed,
+    }
     return GRPO(model, **(settings | changes))
 
 

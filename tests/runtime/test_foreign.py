@@ -243,8 +243,7 @@ def test_a_cancelled_scope_gets_through_to_an_environment_that_swallows_it(react
             if reacts == "raises":
                 raise ValueError from None
 
-    class Swallowing(env_whose("reset", does), EchoEnv):
-        pass
+    Swallowing = type("Swallowing", (env_whose("reset", does), EchoEnv), {})
 
     async def main():
         with anyio.move_on_after(10) as scope:
@@ -270,6 +269,7 @@ def test_a_deadline_counts_after_an_environments_task_group_failed():
 
         async def step(self, action):
             await asyncio.sleep(100)
+            return await super().step(action)
 
     trajectory, _ = play(Grouped)
     assert trajectory.error.startswith("env.step must finish within 30 s")

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -48,7 +49,7 @@ async def test_what_a_call_returns_and_raises_passes_through():
     assert await calls.run("future", lambda: future) == 4
     assert await calls.run("task", lambda: asyncio.ensure_future(add(2, b=3))) == 5
     with pytest.raises(TypeError, match="await"):
-        await calls.run("nothing", lambda: None)
+        await calls.run("nothing", cast(Any, lambda: None))
     with pytest.raises(RuntimeError, match="StopIteration"):
         await calls.run("stop", lambda: next(iter(())))
     with pytest.raises(Exited, match="SystemExit"):

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -350,7 +350,7 @@ def test_a_tool_error_keeps_its_name():
         (Step(Observation(), None), "env.step().rewards must be dict: got NoneType"),
         (Step(Observation(), [1.0]), "env.step().rewards must be dict: got list"),
         (Step(Observation(), 1.0), "env.step().rewards must be dict: got float"),
-        (Step(Observation(), {1: 1.0}), "env.step().rewards' names must be str: got int"),
+        (Step(Observation(), cast(Any, {1: 1.0})), "env.step().rewards' names must be str: got int"),
         (Step(Observation(), {"\ud800": 1.0}), "env.step().rewards' names must be text that UTF-8 can carry"),
         (Step(Observation(), {"a": 10**400}), "rewards must be finite numbers of at most 1e+30: got 1000"),
         (Step(Observation(), {"a": 1.7e308, "b": 1.7e308}), "got 1.7e+308 (env.step().rewards['a'])"),

@@ -61,13 +61,13 @@ def test_a_transcript_shows_tool_calls_cuts_and_reasons():
 
 
 def _itself():
-    state = {"here": "ok"}
+    state: dict[str, object] = {"here": "ok"}
     state["there"] = [state]
     return state
 
 
 def _deep():
-    state = {}
+    state: dict[str, object] = {}
     for _ in range(100_000):
         state = {"in": state}
     return state
@@ -102,7 +102,9 @@ def test_a_state_that_json_cannot_hold_is_written_as_text_and_reads_back(tmp_pat
     assert other == trajectory
     assert again.segments == trajectory.segments
     assert again.turns[1:] == trajectory.turns[1:]
-    assert again.turns[0].state == read if read is not None else "in" in again.turns[0].state
+    state = again.turns[0].state
+    assert state is not None
+    assert state == read if read is not None else "in" in state
 
 
 def test_any_text_that_utf8_cannot_carry_is_written_escaped(tmp_path):
