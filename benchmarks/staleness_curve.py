@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from turngate.envs.shopping import ShoppingEnv, held_out_tasks, train_tasks
-from turngate.learners import GRPO
 from turngate.learners.offpolicy import Correction
-from turngate.learners.recipes.shopping import shopping_policy
+from turngate.learners.recipes.shopping import shopping_grpo, shopping_policy
 from turngate.runtime import Limits, Runtime, train
 from turngate.runtime.engine import Engine
 
@@ -42,7 +41,7 @@ async def run(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any
             runtime,
             env,
             train_tasks(4096, seed=args.seed),
-            learner=GRPO(model, **setting.get("learner", {})),
+            learner=shopping_grpo(model, args.updates, seed=args.seed, **setting.get("learner", {})),
             updates=args.updates,
             run_dir=args.out / name,
             group_size=8,
@@ -77,7 +76,7 @@ def draw(results: dict[str, dict[str, Any]], target: Path) -> None:
 
 async def main(args: argparse.Namespace) -> dict[str, float]:
     """Run every setting, draw the curves, and return the figures."""
-    model = shopping_policy(args.out / "model", seed=args.seed)
+    model = args.model or shopping_policy(args.out / "model", seed=args.seed)
     results: dict[str, dict[str, Any]] = {}
     for name in args.settings:
         results[name] = await run(name, model, args)
@@ -94,6 +93,7 @@ async def main(args: argparse.Namespace) -> dict[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/staleness"))
+    parser.add_argument("--model", type=Path, help="warm-started model folder; default: make one")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--tool-ms", type=float, default=20.0)
