@@ -1,5 +1,6 @@
 """What an application holds: one endpoint, the limits, and the slots that all its rollouts share."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -111,6 +112,7 @@ class Runtime:
                 for index, task in enumerate(tasks):
                     tg.start_soon(run_one, index, task, derive_seed(seed, "evaluation", task.id, repeats[task.id]))
                     repeats[task.id] += 1
+                    await asyncio.sleep(0)  # let each send its request before the next: no burst on the event loop
         evaluation = summarise_episodes([t for t in trajectories if t is not None])
         if (hear := self.events.evaluation_finished) is not None:
             hear(

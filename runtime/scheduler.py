@@ -1,5 +1,6 @@
 """Many episodes at once: groups of rollouts flow into the buffer as fast as its gate allows."""
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from random import Random
@@ -136,6 +137,9 @@ class Collector:
                 task = self._tasks.next()
                 self.started_groups[order] = task
                 tg.start_soon(self._run_group, order, task)
+                # A new version opens the gate for a whole batch at once: started in one go, its first requests would
+                # hold the event loop for tens of milliseconds.
+                await asyncio.sleep(0)
 
     def drop_stale(self, group: Group) -> None:
         """Count a group that the buffer discarded as too old, and run its task again."""
