@@ -1,4 +1,4 @@
-"""A new environment, and an agent trained in it: guess a number from 1 to 8 in three tries, told higher or lower."""
+"""A new environment and an agent trained in it: each animal's lock has its own digit, and two tries are allowed."""
 
 import asyncio
 import random
@@ -10,32 +10,33 @@ from turngate.learners import GRPO, CloningConfig, clone
 from turngate.runtime import Runtime, show_progress, train
 from turngate.runtime.engine import Engine
 
+ANIMALS = ["fox", "owl", "bear", "wolf", "hare", "deer", "seal", "crow"]
 
-class Guess:
+
+class Lock:
     async def reset(self, task: Task, seed: int) -> Observation:
-        self.secret, self.left = task.data["secret"], 3
-        return Observation("guess")
+        self.digit, self.left = task.data["digit"], 2
+        return Observation(task.prompt)
 
     async def step(self, action: Action) -> Step:
         self.left -= 1
-        if action.text == str(self.secret):
-            return Step(Observation("right"), {"outcome": 1.0}, End.success)
-        answer = Observation("higher" if action.text < str(self.secret) else "lower")
-        return Step(answer, end=None if self.left else End.failure)
+        if action.text == self.digit:
+            return Step(Observation("open"), {"outcome": 1.0}, End.success)
+        return Step(Observation("no"), end=None if self.left else End.failure)
 
     async def aclose(self) -> None: ...
 
 
 async def main(folder: Path) -> None:
-    tasks = [Task(id=f"{n}/{copy}", data={"secret": n}) for n in range(1, 9) for copy in range(32)]
-    script = (("user", ["guess", "higher", "lower"]), ("assistant", "12345678")) * 3
+    tasks = [Task(f"{a}/{n}", a, {"digit": str(1 + i)}) for i, a in enumerate(ANIMALS) for n in range(32)]
+    script = (("user", ANIMALS), ("assistant", "12345678"), ("user", ["no"]), ("assistant", "12345678"))
     demos = [[(role, random.choice(words)) for role, words in script] for _ in range(500)]
-    model = clone(demos, folder / "model", config=CloningConfig(steps=60))  # it can write a number, any number
+    model = clone(demos, folder / "model", config=CloningConfig(steps=60))  # it can write a digit, any digit
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint)
         show_progress(runtime.events, every=10)
-        await train(runtime, Guess, tasks, learner=GRPO(model, updates=60), updates=60, run_dir=folder / "run")
-        print(await runtime.evaluate(Guess, tasks))
+        await train(runtime, Lock, tasks, learner=GRPO(model, updates=60), updates=60, run_dir=folder / "run")
+        print(await runtime.evaluate(Lock, tasks))
 
 
 if __name__ == "__main__":

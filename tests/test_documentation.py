@@ -221,10 +221,10 @@ def test_a_call_that_does_not_fit_is_found() -> None:
 
 def test_the_environment_of_the_readme_is_the_one_of_the_example() -> None:
     def guess(source: str) -> str:
-        return next(ast.unparse(n) for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Guess")
+        return next(ast.unparse(n) for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Lock")
 
     example = (ROOT / "examples" / "own_env.py").read_text()
-    blocks = [block for block in python_blocks(ROOT / "README.md") if "class Guess" in block]
+    blocks = [block for block in python_blocks(ROOT / "README.md") if "class Lock" in block]
 
     assert [guess(block) for block in blocks] == [guess(example)]
     assert len([line for line in example.splitlines() if line.strip()]) <= 40

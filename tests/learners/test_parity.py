@@ -1,5 +1,6 @@
 """The comparison of sampler and learner."""
 
+import math
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ def test_only_tokens_of_the_learners_own_version_are_compared(lab: Any, model: P
 def test_nothing_to_compare_is_no_failure(lab: Any, model: PolicyModel) -> None:
     tokens = lay_out(lab.sample_batch(model, [[0.0, 1.0]]), [[True, True]], vocabulary_size=24)
     report = measure_parity(tokens, tokens.behaviour_logprobs_N, policy_version=3)
-    assert report == ParityReport(0)
-    require_parity(report, 1e-4)
+    assert report.tokens == 0
+    assert math.isnan(report.max_abs)  # 0 would look like perfect agreement
 
 
 @pytest.mark.parametrize("gap", [2e-4, float("nan"), float("inf")])

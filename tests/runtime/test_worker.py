@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.testing.learner import CountingLearner
+from turngate.runtime.testing.learner import CountingLearner, ReportingLearner
 from turngate.runtime.types import Batch, UpdateReport
 from turngate.runtime.worker import WorkerMode, start_learner
 
@@ -44,17 +44,6 @@ async def test_an_error_in_the_learner_arrives_with_its_traceback(mode: WorkerMo
         await worker.load(None)
         with pytest.raises(LearnerError, match=r"learner failed in Update: told to fail[\s\S]*learner.py"):
             await worker.update(EMPTY)
-
-
-class ReportingLearner(CountingLearner):
-    """Returns what it is told to."""
-
-    def __init__(self, report: object) -> None:
-        super().__init__()
-        self.report = report
-
-    def update(self, batch: Batch) -> UpdateReport:
-        return cast(UpdateReport, self.report)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -129,7 +118,7 @@ async def test_a_learner_process_leaves_sigterm_to_its_parent(tmp_path: Path) ->
 
 SCRIPT = """
     import asyncio, os
-    from turngate.runtime.testing.learner import CountingLearner
+    from turngate.runtime.testing.learner import CountingLearner, ReportingLearner
     from turngate.runtime.types import Batch
     from turngate.runtime.worker import LearnerWorker, _ProcessChannel
 
