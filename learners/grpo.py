@@ -56,11 +56,11 @@ class GRPO:
     """`auto`: token_mean when every trajectory is one segment, else traj_mean."""
     length_constant: float | None = None
     """Divisor of seq_mean_token_sum_norm."""
-    epochs: int = 2
+    epochs: int = 1
     minibatches: int = 2
     """Optimizer steps per epoch; trajectories are dealt into them at random."""
-    muon_lr: float = 4e-3
-    adamw_lr: float = 8e-4
+    muon_lr: float = 2e-3
+    adamw_lr: float = 1e-3
     schedule: Schedule = field(default=Schedule(warmup_updates=5))
     updates: int = 0
     """Length of the run, for the decay of the learning rates; 0 leaves that to `schedule`."""
