@@ -45,8 +45,8 @@ def measure_parity(tokens: TokenBatch, logprobs_N: Tensor, *, policy_version: in
 
 
 def require_parity(report: ParityReport, tolerance: float) -> None:
-    """Raise LearnerError when the largest difference exceeds `tolerance` or is not a number."""
-    if not report.max_abs <= tolerance:
+    """Raise LearnerError when the largest difference exceeds `tolerance` or is no number; no tokens are no failure."""
+    if report.tokens and not report.max_abs <= tolerance:
         raise LearnerError(
             f"training log-probs must match the sampler's at lag 0: expected within {tolerance}, got "
             f"{report.max_abs:.2g} at worst, {report.mean_abs:.2g} on average over {report.tokens} tokens "

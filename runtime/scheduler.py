@@ -158,7 +158,6 @@ class Collector:
             self._requeue_counts.pop(group.task.id, None)
 
     async def _run_group(self, order: int, task: Task) -> None:
-        version = self._buffer.policy_version
         group_id = f"g{order}"
         members: list[Trajectory] = []
         stored = False
@@ -174,7 +173,7 @@ class Collector:
                 self._give_up(order, task, "group_incomplete", lost)
                 self._count_group_failure(group_id)
                 return
-            group = Group(id=group_id, task=task, order=order, trajectories=tuple(members), submitted_version=version)
+            group = Group(id=group_id, task=task, order=order, trajectories=tuple(members))
             self._ledger.admit(ids)
             self._group_failures = 0
             stored = True

@@ -240,7 +240,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     order: int
     """Submission order within the run, from 0."""
     trajectories: tuple[Trajectory, ...]
-    submitted_version: int = 0
 
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest policy version among the generated tokens of all members."""

@@ -19,7 +19,7 @@ from turngate.runtime.transcript import read_trajectories
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that has just learned to write actions."""
     folder = tmp_path_factory.mktemp("policy") / "model"
-    return clone(demonstrations(256, seed=1), folder, config=CloningConfig(steps=40))
+    return clone(demonstrations(256, seed=1), folder, config=CloningConfig(steps=80, adamw_lr=0.02))
 
 
 def _shorten(summary: str, messages: Sequence[Message]) -> str:
@@ -60,10 +60,10 @@ async def test_training_logprobs_equal_behaviour_logprobs_through_every_context(
     kept = list(read_trajectories(tmp_path / "trajectories" / "update-000001.jsonl"))
     for trajectory in kept:  # each generated token is the policy's exactly once
         assert sum(sum(s.policy_mask) for s in trajectory.segments) == trajectory.policy_tokens
-    # A rewritten context starts a new segment. (So may an append-only one, where so young a policy spells a word in a
-    # way that its tokenizer would not: the segment then holds the ids the server saw.)
-    if context is not CONTEXTS["full"]:
-        assert all(len(t.segments) > 1 for t in kept if len(t.turns) > 3)
+    # A rewritten context starts a new segment; an append-only one does so only where the policy spelled a word in a
+    # way that its tokenizer would not.
+    long = [t for t in kept if len(t.turns) > 3]
+    assert any(len(t.segments) == 1 for t in long) == (context is CONTEXTS["full"])
 
 
 async def test_slow_agents_span_updates_and_no_token_is_staler_than_the_bound(model: Path, tmp_path: Path) -> None:

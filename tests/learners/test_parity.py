@@ -28,6 +28,7 @@ def test_nothing_to_compare_is_no_failure(lab: Any, model: PolicyModel) -> None:
     report = measure_parity(tokens, tokens.behaviour_logprobs_N, policy_version=3)
     assert report.tokens == 0
     assert math.isnan(report.max_abs)  # 0 would look like perfect agreement
+    require_parity(report, 1e-4)
 
 
 @pytest.mark.parametrize("gap", [2e-4, float("nan"), float("inf")])
