@@ -109,7 +109,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     observation: str = ""
     """What the environment answered, for people; the tokens are in the segments."""
     rewards: dict[str, float] = {}
+    scores: dict[str, float] = {}
+    """Named judgements of the history after this turn, by scorers: progress, process scores, potentials. No rewards
+    until a learner makes them so; kept apart from the environment's own."""
     valid: bool = True
+    injected: bool = False
+    """True when something other than the policy chose the action: it has no tokens of its own (`length` 0), what it
+    said is context to the turns after it."""
     version_sent: int = 0
     version_received: int = 0
     model_s: float = 0.0
@@ -255,6 +261,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The learner's version at consumption."""
     min_version: int = 0
     """Tokens older than this carry no loss (policy `mask`); under `wait` and `drop` there are none."""
+    stale: tuple[Group, ...] = ()
+    """Groups discarded as too old for the policy since the last batch: for critics alone, never for a ratio."""
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
