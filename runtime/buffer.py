@@ -6,6 +6,7 @@ between "complete" and "stored".
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class BufferStatistics(msgspec.Struct, frozen=True):
     accepted: int
     taken: int
     dropped_stale: int
+    stale_lost: int
+    """Stale groups meant for critics that no batch had room for."""
     oldest_lag: int
     """Versions between the oldest ready token and the learner; 0 when nothing is ready."""
 
@@ -50,6 +53,8 @@ class Buffer:
     accepted: int  # groups ever stored and not dropped again, trained ones included
     taken: int  # groups handed to the learner
     dropped_stale: int  # groups discarded at the consume gate
+    stale_lost: int  # stale groups that were to be kept, and gave way to newer ones
+    _stale: deque[Group]  # discarded since the last batch, for critics
     _running: set[int]  # orders submitted and neither put nor withdrawn
     _ready: dict[int, _Ready]  # by order, in completion order
     _next_order: int
@@ -64,11 +69,13 @@ class Buffer:
         next_order: int = 0,
         last_version: int | None = None,
         on_stale: Callable[[Group], None] | None = None,
+        keep_stale: int = 0,
     ) -> None:
         """Start empty at `policy_version`; everything trained before counts as accepted.
 
         `last_version` is where the run ends: nothing is submitted that no batch could hold any more. `on_stale` is
-        called with each group that policies `drop` and `mask` discard as too old.
+        called with each group that policies `drop` and `mask` discard as too old. The newest `keep_stale` of them go
+        with the next batch, for critics.
         """
         if groups_per_batch < 1:
             raise ConfigError(f"groups_per_batch must be 1 or more: got {groups_per_batch}")
@@ -83,6 +90,8 @@ class Buffer:
         self._ready = {}
         self._next_order = next_order
         self._on_stale = on_stale
+        self.stale_lost = 0
+        self._stale = deque(maxlen=keep_stale)
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -176,6 +185,7 @@ class Buffer:
             accepted=self.accepted,
             taken=self.taken,
             dropped_stale=self.dropped_stale,
+            stale_lost=self.stale_lost,
             oldest_lag=max(lags, default=0),
         )
 
@@ -199,7 +209,9 @@ class Buffer:
         groups = tuple(self._ready.pop(order).group for order in orders)
         self.taken += size
         min_version = max(0, self.policy_version - self.limit.max_staleness)
-        return Batch(groups=groups, policy_version=self.policy_version, min_version=min_version)
+        stale = tuple(self._stale)
+        self._stale.clear()
+        return Batch(groups=groups, policy_version=self.policy_version, min_version=min_version, stale=stale)
 
     def _discard_stale(self) -> None:
         if self.limit.late == "wait":
@@ -211,8 +223,16 @@ class Buffer:
                 del self._ready[order]
                 self.accepted -= 1
                 self.dropped_stale += 1
+                self._keep_stale(ready.group)
                 if self._on_stale is not None:
                     self._on_stale(ready.group)
+
+    def _keep_stale(self, group: Group) -> None:
+        if not self._stale.maxlen:
+            return
+        if len(self._stale) == self._stale.maxlen:
+            self.stale_lost += 1  # the oldest of them
+        self._stale.append(group)
 
     def _require_fresh(self, ready: _Ready) -> None:
         lag, bound = self._lag(ready), self.limit.max_staleness

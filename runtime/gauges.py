@@ -74,7 +74,9 @@ class RunGauges:
 
         `success`, `reward`, `turns` and `tokens` are means over the batch's trajectories; `lag_*` over their tokens
         that are young enough to train on; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how
-        late the event loop ran its timers, over the last minute or so.
+        late the event loop ran its timers, over the last minute or so. Groups that were too old for the policy count in
+        `groups_dropped_stale`; those of them that went with this batch for the critic in `groups_stale_kept`, and those
+        that no batch had room for in `groups_stale_lost`.
         """
         now = time.monotonic()
         wall_s = max(now - self._since_s, 1e-9)
@@ -104,6 +106,8 @@ class RunGauges:
             "loop_lag_p99_ms": 1000 * self._loop_lag.quantiles_s(0.99)[0],
             "groups_ready": float(buffer.statistics().ready),
             "groups_dropped_stale": float(buffer.dropped_stale),
+            "groups_stale_kept": float(len(batch.stale)),
+            "groups_stale_lost": float(buffer.stale_lost),
             "rollouts_drawn": float(ledger.drawn),
             "rollouts_trained": float(ledger.trained),
             "rollouts_dropped": float(sum(ledger.dropped.values())),

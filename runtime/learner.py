@@ -3,17 +3,43 @@
 from pathlib import Path
 from typing import Protocol
 
-from turngate.runtime.types import Batch, UpdateReport
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.types import Batch, Sampling, UpdateReport
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "check_learner"]
+
+
+def check_learner(learner: "Learner", sampling: Sampling, max_staleness: int) -> None:
+    """Require that the learner can learn from what it will be given, as far as it says what it needs.
+
+    Raises: ConfigError: it takes another sampling for granted, or cannot learn from data that old.
+    """
+    if (check_staleness := getattr(learner, "check_staleness", None)) is not None:
+        check_staleness(max_staleness)
+    expects: Sampling | None = getattr(learner, "sampling", None)
+    if expects is None:
+        return
+    for name in ("temperature", "top_p", "top_k"):
+        sampled, expected = getattr(sampling, name), getattr(expects, name)
+        if sampled != expected:
+            raise ConfigError(
+                f"the learner must know how rollouts are sampled: it expects {name} {expected}, the runtime samples at "
+                f"{sampled}; pass the same Sampling to both"
+            )
 
 
 class Learner(Protocol):
     """Turns batches into weights. Knows nothing of asyncio, HTTP or environments.
 
     An instance is sent to its worker process by pickling before `load`, so it must be light until then:
-    build models and optimizers in `load`. A learner that forms ratios may say in an attribute `sampling` which
-    distribution it takes the rollouts to be drawn from; `train` then refuses a runtime that samples another one.
+    build models and optimizers in `load`. What a learner may have beside these methods, all of it optional:
+
+    * `sampling: Sampling`: the distribution that it takes rollouts to be drawn from, for ratios; `train` refuses a
+      runtime that samples another one.
+    * `needs_last_context: bool`: rollouts fetch the whole `last_context` of truncated episodes, for bootstrapping.
+    * `wants_stale: bool`: batches bring the groups that were discarded as too old for the policy, in `Batch.stale`.
+    * `check_staleness(max_staleness: int) -> None`: called by `train` before anything runs; raises ConfigError when the
+      learner cannot learn from data that old, such as one without an off-policy correction.
     """
 
     def load(self, folder: Path | None) -> None:

@@ -83,11 +83,12 @@ class Recorder:
     """Records the turns of one episode. Makes no copies of what it already holds."""
 
     # Changed by add(): all of it.
-    __slots__ = ("_closed", "_open", "policy_tokens", "untrainable_because")
+    __slots__ = ("_closed", "_next", "_open", "policy_tokens", "untrainable_because")
 
     def __init__(self) -> None:
         self._closed: list[Segment] = []
         self._open: _Open | None = None
+        self._next: bytes | None = None
         self.policy_tokens = 0
         """Generated tokens recorded so far."""
         self.untrainable_because = ""
@@ -126,11 +127,23 @@ class Recorder:
         """Return what was recorded so far."""
         return (*self._closed, self._open.close()) if self._open is not None else tuple(self._closed)
 
-    def last_context(self) -> bytes:
-        """Return the newest prompt with its completion, int32; empty when nothing was recorded.
+    def add_last_context(self, prompt: Sequence[int]) -> None:
+        """Record the prompt that comes after the last turn, of which no completion is wanted; empty says nothing."""
+        if prompt:
+            self._next = _int32(prompt)
 
-        What the environment answered last is not in it: no server has tokenised that yet.
+    @property
+    def knows_last_context(self) -> bool:
+        """Whether the prompt after the last turn is known."""
+        return self._next is not None
+
+    def last_context(self) -> bytes:
+        """Return the prompt after the last turn, int32, or else the newest prompt with its completion.
+
+        The latter lacks what the environment answered last. Empty when nothing was recorded.
         """
+        if self._next is not None:
+            return self._next
         return bytes(self._open.token_ids) if self._open is not None else b""
 
 

@@ -54,6 +54,7 @@ async def run_rollout(
     events: Events | None = None,
     clock: Clock | None = None,
     keep_snapshots: bool = False,
+    last_contexts: bool = False,
     on_cancelled: Callable[[Trajectory], None] | None = None,
 ) -> Trajectory:
     """Play one episode of `task` and return it, however it ended.
@@ -65,6 +66,8 @@ async def run_rollout(
     Args: seed: root of this rollout's streams, the environment's and one per turn for the sampler.
         env_seed: the environment's luck, to share it between members of a group; derived from `seed` when None.
         keep_snapshots: store the environment's state before each action; the environment must be a SnapshotEnv.
+        last_contexts: when the episode is truncated, ask the server for one token more, which is thrown away, to learn
+            what the model would have been shown next: value estimates bootstrap from there.
     """
     episode = _Episode(
         task=task,
@@ -81,6 +84,7 @@ async def run_rollout(
         # The loop's own clock by default, so that timings agree with deadlines, in virtual time too.
         now=clock.now if clock is not None else asyncio.get_running_loop().time,
         keep_snapshots=keep_snapshots,
+        last_contexts=last_contexts,
     )
     try:
         try:
@@ -105,6 +109,8 @@ class _Episode:
     _pending: "_Sampled | None"  # an action recorded and not yet answered by the environment
     _limit_s: float  # loop time at which this turn, or the rollout, must be over
     _limit_what: str
+    _end: End | None  # how the episode ended, once that is settled
+    _has_looked: bool  # whether the server was asked for the context after the last turn
 
     def __init__(
         self,
@@ -122,13 +128,16 @@ class _Episode:
         events: Events,
         now: Callable[[], float],
         keep_snapshots: bool,
+        last_contexts: bool,
     ) -> None:
         self._task, self._endpoint, self._limits, self._sampling = task, endpoint, limits, sampling
         self._context, self._seed, self._env_seed = context, seed, env_seed
         self._group_id, self._member, self._id = group_id, member, trajectory_id
         self._events, self._now, self._keep_snapshots = events, now, keep_snapshots
-        self._env = self._history = self._pending = None
+        self._last_contexts = last_contexts
+        self._env = self._history = self._pending = self._end = None
         self._turns = []
+        self._has_looked = False
         self._tools: tuple[ToolSpec, ...] = ()
         self._recorder = Recorder()
         self._deadline = Deadline()
@@ -139,17 +148,23 @@ class _Episode:
         """Run until something ends the episode; return the end and, for failures and timeouts, what happened."""
         if (tell := self._events.rollout_started) is not None:
             tell(RolloutStarted(self._id, self._group_id, self._member, self._task.id))
+        why = ""
         try:
             with self._deadline:
-                return await self._play(env_factory), ""
+                try:
+                    self._end = await self._play(env_factory)
+                except ContextOverflow as error:
+                    self._end, why = End.context_overflow, self._where(str(error))
+                await self._look_ahead(self._end)
+                return self._end, why
         except DeadlineExceeded as error:
             if not self._deadline.expired:
                 raise  # somebody else's deadline
+            if self._end is not None:
+                return self._end, why  # it was the look ahead that took too long
             end, limit = _TIMEOUTS[error.what]
             seconds = getattr(self._limits, limit)
             return end, self._where(f"{error.what} must finish within {seconds:g} s: it did not (Limits.{limit})")
-        except ContextOverflow as error:
-            return End.context_overflow, self._where(str(error))
         except EndpointError as error:
             return End.endpoint_error, self._where(f"{type(error).__name__}: {error}")
         except ToolError as error:
@@ -180,6 +195,7 @@ class _Episode:
             shown = await self._shown(history)
             sampled = await self._sample(shown, sampling, turn)
             if self._is_too_long(sampled.completion):
+                self._keep_last_context(sampled.completion)
                 return End.context_overflow
             # 3. Record it before anything else can fail.
             self._record(sampled, turn, snapshot)
@@ -246,6 +262,25 @@ class _Episode:
             timeout_s=self._limits.request_timeout_s,
         )
         return _Sampled(completion, self._now() - asked_s)
+
+    async def _look_ahead(self, end: End) -> None:
+        """Learn what the model would be shown next, if the episode could go on and that is wanted and not yet known."""
+        history = self._history
+        if not (self._last_contexts and end.is_truncation) or history is None or self._has_looked:
+            return
+        try:
+            shown = await self._shown(history)
+            # The server's own tokens, on any server that returns them; a prompt alone cannot be asked for everywhere.
+            sampled = await self._sample(shown, msgspec.structs.replace(self._sampling, max_tokens=1), len(self._turns))
+        except (EndpointError, ToolError):
+            return  # what was recorded last has to do: the episode itself went well
+        self._keep_last_context(sampled.completion)
+
+    def _keep_last_context(self, completion: Completion) -> None:
+        self._has_looked = True
+        limit = self._limits.max_context_tokens
+        if limit is None or len(completion.prompt_token_ids) <= limit:  # learners may be sized for the limit
+            self._recorder.add_last_context(completion.prompt_token_ids)
 
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self._limits.max_context_tokens
@@ -317,6 +352,7 @@ class _Episode:
     def finish(self, end: End, error: str) -> Trajectory:
         """Return the record as it stands and tell the events."""
         messages = list(self._history.messages) if self._history is not None else []
+        is_whole = self._pending is not None or self._recorder.knows_last_context
         if self._pending is not None:
             # Its tokens are in the segments, so the turn must be among the turns, answered or not.
             messages.append(_said(self._pending.completion))
@@ -334,7 +370,8 @@ class _Episode:
             end=end,
             error=error,
             messages=tuple(messages),
-            last_context=recorder.last_context() if end.is_truncation else b"",
+            last_context=(last_context := recorder.last_context() if end.is_truncation else b""),
+            last_context_is_whole=is_whole and last_context != b"",
             trainable=not recorder.untrainable_because,
             untrainable_because=recorder.untrainable_because,
             started_s=self._started_s,

@@ -32,6 +32,7 @@ from turngate.runtime.worker import LearnerWorker, WorkerMode, start_learner
 __all__ = ["Run", "TrainConfig", "TrainReport", "open_run"]
 
 _FLUSH_LINES = 64  # a crash may cost these last lines of events.jsonl; metrics.jsonl is written row by row
+_STALE_BATCHES = 4  # what a critic is given of discarded experience at most, in batches; a pause must not pile it up
 _log = logging.getLogger("turngate.run")
 
 
@@ -102,9 +103,17 @@ async def open_run(
             next_order=progress.next_order,
             last_version=version + config.updates - progress.update,
             on_stale=lambda group: run.collector.drop_stale(group),
+            keep_stale=_STALE_BATCHES * config.groups_per_batch if getattr(learner, "wants_stale", False) else 0,
         )
         collector = Collector(
-            runtime, env, stream, buffer=buffer, ledger=run.ledger, config=config.collection, seed=config.seed
+            runtime,
+            env,
+            stream,
+            buffer=buffer,
+            ledger=run.ledger,
+            config=config.collection,
+            seed=config.seed,
+            last_contexts=getattr(learner, "needs_last_context", False),
         )
         run.connect(buffer, stream, collector)
         if checkpoint is None:

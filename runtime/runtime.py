@@ -62,8 +62,12 @@ class Runtime:
         member: int = 0,
         trajectory_id: str = "",
         sampling: Sampling | None = None,
+        last_contexts: bool = False,
     ) -> Trajectory:
-        """Run one episode now, without waiting for a slot; failures of env or endpoint are on the trajectory."""
+        """Run one episode now, without waiting for a slot; failures of env or endpoint are on the trajectory.
+
+        Args: as of `run_rollout`.
+        """
         return await run_rollout(
             env,
             task,
@@ -77,6 +81,7 @@ class Runtime:
             member=member,
             trajectory_id=trajectory_id or f"{task.id}.{seed}",
             events=self.events,
+            last_contexts=last_contexts,
         )
 
     async def evaluate(

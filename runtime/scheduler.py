@@ -115,8 +115,10 @@ class Collector:
         ledger: Ledger,
         config: Collection,
         seed: int,
+        last_contexts: bool = False,
     ) -> None:
-        """Wire the parts; `run` does the work."""
+        """Wire the parts; `run` does the work. `last_contexts` is for every rollout, as in `run_rollout`."""
+        self._last_contexts = last_contexts
         self._runtime, self._env, self._tasks = runtime, env, tasks
         self._buffer, self._ledger, self._config, self._seed = buffer, ledger, config, seed
         self.started_groups = {}
@@ -211,6 +213,7 @@ class Collector:
                     group_id=group_id,
                     member=member,
                     trajectory_id=trajectory_id,
+                    last_contexts=self._last_contexts,
                 )
             reason = self._unusable(trajectory)
         except BaseException:

@@ -7,14 +7,13 @@ import anyio
 
 from turngate.envs.base import EnvFactory, Task
 from turngate.runtime.errors import ConfigError
-from turngate.runtime.learner import Learner
+from turngate.runtime.learner import Learner, check_learner
 from turngate.runtime.run import Run, TrainConfig, TrainReport, open_run
 from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.sigterm import exit_on_sigterm
 from turngate.runtime.staleness import LatePolicy, StalenessLimit
-from turngate.runtime.types import Sampling
 from turngate.runtime.unwrap import single_errors
 from turngate.runtime.weights import WeightPublisher
 from turngate.runtime.worker import WorkerMode
@@ -57,7 +56,7 @@ async def train(
     publisher = publisher or runtime.endpoint.publisher
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
-    _check_sampling(runtime.sampling, getattr(learner, "sampling", None))
+    check_learner(learner, runtime.sampling, max_staleness)
     config = TrainConfig(
         updates=updates,
         groups_per_batch=groups_per_batch,
@@ -93,15 +92,3 @@ async def _loop(run: Run, config: TrainConfig) -> None:
             if run.update % config.checkpoint_every == 0 or run.update == config.updates:
                 await run.checkpoint()
         tg.cancel_scope.cancel()
-
-
-def _check_sampling(ours: Sampling, learners: Sampling | None) -> None:
-    if learners is None:
-        return
-    for name in ("temperature", "top_p", "top_k"):
-        sampled, expected = getattr(ours, name), getattr(learners, name)
-        if sampled != expected:
-            raise ConfigError(
-                f"the learner must know how rollouts are sampled: it expects {name} {expected}, the runtime samples at "
-                f"{sampled}; pass the same Sampling to both"
-            )

@@ -207,8 +207,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...] = ()
     """The whole history, for people; training never reads it."""
     last_context: bytes = b""
-    """int32 ids of the last prompt with its completion; empty when not known. What the environment answered last is not
-    in it: no server has tokenised that."""
+    """For truncations, int32 ids to bootstrap a value from; empty when not known."""
+    last_context_is_whole: bool = False
+    """True when `last_context` holds what the model would have been shown next (rollouts asked for `last_contexts`), or
+    ends in the action that the environment did not answer. False when it is the last prompt with its completion,
+    without the environment's last answer: no server has tokenised that."""
     trainable: bool = True
     """False when the server gave no token ids or log-probs; `untrainable_because` says which."""
     untrainable_because: str = ""

@@ -25,7 +25,7 @@ import msgspec
 from turngate.envs.base import Task
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.learner import Learner
-from turngate.runtime.types import Batch, Trajectory, UpdateReport
+from turngate.runtime.types import Batch, Group, Trajectory, UpdateReport
 
 __all__ = ["LearnerWorker", "WorkerMode", "start_learner"]
 
@@ -278,11 +278,12 @@ def _lean(batch: Batch) -> Batch:
     def bare(task: Task) -> Task:
         return Task(task.id, task.prompt)
 
-    groups = (
-        msgspec.structs.replace(g, task=bare(g.task), trajectories=tuple(map(lean, g.trajectories)))
-        for g in batch.groups
-    )
-    return msgspec.structs.replace(batch, groups=tuple(groups))
+    def thin(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        return tuple(
+            msgspec.structs.replace(g, task=bare(g.task), trajectories=tuple(map(lean, g.trajectories))) for g in groups
+        )
+
+    return msgspec.structs.replace(batch, groups=thin(batch.groups), stale=thin(batch.stale))
 
 
 def _serve(connection: Connection, learner: Learner) -> None:

@@ -183,3 +183,33 @@ def test_no_consumed_token_is_older_than_the_bound_whatever_finishes_when(
             buffer.advance(buffer.policy_version + 1)
     assert consumed == buffer.policy_version * size
     assert buffer.policy_version > 3
+
+
+@pytest.mark.parametrize("late", ["drop", "mask"])
+def test_the_newest_stale_groups_go_with_the_next_batch_and_the_others_are_counted(late: LatePolicy) -> None:
+    buffer = Buffer(groups_per_batch=1, limit=StalenessLimit(max_staleness=3, late=late), keep_stale=2)
+    orders = [buffer.submit() for _ in range(4)]
+    for version in range(1, 5):
+        buffer.advance(version)
+    for order in orders[:3]:
+        assert not buffer.put(_group(order, 0))
+    assert (buffer.dropped_stale, buffer.statistics().stale_lost) == (3, 1)
+    buffer.put(_group(orders[3], 4))
+    batch = buffer.take_now()
+    assert batch is not None
+    assert ([g.order for g in batch.groups], [g.order for g in batch.stale]) == ([3], [1, 2])
+    buffer.put(_group(buffer.submit(), 4))
+    batch = buffer.take_now()
+    assert batch is not None
+    assert batch.stale == ()  # each goes with one batch
+
+
+def test_stale_groups_are_not_kept_unless_asked_for() -> None:
+    buffer = _buffer(size=1, eta=0, late="drop")
+    order = buffer.submit()
+    buffer.advance(1)
+    buffer.put(_group(order, 0))
+    buffer.put(_group(buffer.submit(), 1))
+    batch = buffer.take_now()
+    assert batch is not None
+    assert (batch.stale, buffer.dropped_stale, buffer.stale_lost) == ((), 1, 0)

@@ -219,13 +219,122 @@ def test_context_limit_drops_the_turn_that_exceeds_it():
     trajectory = play(limits=Limits(max_context_tokens=limit))
     assert (trajectory.end, len(trajectory.turns)) == (End.context_overflow, 1)
     assert max(len(segment) for segment in trajectory.segments) <= limit
-    assert trajectory.last_context == trajectory.segments[-1].token_ids
+    assert last_context(trajectory) == render_ids(trajectory.messages)  # that far it was within the limit
 
 
 def test_a_server_that_refuses_an_overlong_prompt_truncates_the_episode():
     trajectory = play(script=["one", ContextOverflow("prompt is too long")])
     assert (trajectory.end, len(trajectory.turns)) == (End.context_overflow, 1)
     assert trajectory.error == "prompt is too long (trajectory t1.0, turn 1)"
+
+
+# The context to bootstrap from.
+
+
+def last_context(trajectory):
+    return memoryview(trajectory.last_context).cast("i").tolist()
+
+
+def test_a_truncated_rollout_asks_for_one_token_to_learn_the_whole_last_context():
+    endpoint = FakeEndpoint(["one", "two", "discarded"])
+    trajectory = play(endpoint=endpoint, limits=Limits(max_turns=2), last_contexts=True)
+    assert (trajectory.end, trajectory.error, len(trajectory.turns)) == (End.turn_limit, "", 2)
+    assert trajectory.last_context_is_whole
+    assert last_context(trajectory) == render_ids(trajectory.messages)
+    assert trajectory.segments[0].ids().tolist() == last_context(trajectory)[: len(trajectory.segments[0])]
+    assert trajectory.policy_tokens == sum(sum(s.policy_mask) for s in trajectory.segments) == 8
+    assert [call.sampling.max_tokens for call in endpoint.calls] == [64, 64, 1]
+
+
+def test_the_last_context_is_what_the_context_function_shows():
+    trajectory = play(
+        lambda: EchoEnv(9), script=["one", "two", "x"], context=last_turns(1), limits=Limits(max_turns=2),
+        last_contexts=True,
+    )  # fmt: skip
+    assert last_context(trajectory) == render_ids([trajectory.messages[0], *trajectory.messages[-2:]])
+    assert trajectory.last_context_is_whole
+
+
+def test_only_truncations_ask_for_a_last_context():
+    endpoint = FakeEndpoint(["one", "two", "three"])
+    trajectory = play(endpoint=endpoint, last_contexts=True)
+    assert (trajectory.end, trajectory.last_context, trajectory.last_context_is_whole) == (End.success, b"", False)
+    assert len(endpoint.calls) == 3
+
+
+def test_an_environments_own_truncation_has_a_whole_last_context_too():
+    env = Stepping(Step(Observation("time is up"), end=End.timeout))
+    trajectory = play(lambda: env, script=["one", "x"], last_contexts=True)
+    assert (trajectory.end, trajectory.last_context_is_whole) == (End.timeout, True)
+    assert last_context(trajectory) == render_ids(trajectory.messages)
+
+
+@pytest.mark.parametrize("error", [EndpointError("gone"), EndpointTimeout("late"), ContextOverflow("too long")])
+def test_a_last_context_that_cannot_be_had_is_the_prefix(error):
+    trajectory = play(script=["one", "two", error], limits=Limits(max_turns=2), last_contexts=True)
+    assert (trajectory.end, trajectory.error) == (End.turn_limit, "")
+    assert trajectory.last_context == trajectory.segments[-1].token_ids
+    assert not trajectory.last_context_is_whole
+
+
+def test_a_last_context_is_not_waited_for_beyond_the_rollouts_time():
+    def answer(messages):
+        return "one" if len(messages) < 5 else wait()
+
+    async def wait():
+        await asyncio.Event().wait()
+
+    limits = Limits(max_turns=2, rollout_timeout_s=7)
+    trajectory = play(endpoint=FakeEndpoint(answer, latency_s=1.0), limits=limits, last_contexts=True)
+    assert (trajectory.end, trajectory.error, trajectory.ended_s) == (End.turn_limit, "", 7.0)
+    assert trajectory.last_context == trajectory.segments[-1].token_ids
+    assert not trajectory.last_context_is_whole
+
+
+def test_a_last_context_longer_than_the_limit_is_the_prefix():
+    trajectory = play(script=["one", "two", "x"], limits=Limits(max_turns=2, max_context_tokens=34), last_contexts=True)
+    assert trajectory.end is End.turn_limit
+    assert len(render_ids(trajectory.messages)) > 34 >= len(trajectory.segments[-1])
+    assert trajectory.last_context == trajectory.segments[-1].token_ids
+    assert not trajectory.last_context_is_whole
+
+
+def test_a_server_without_token_ids_leaves_no_last_context():
+    endpoint = FakeEndpoint(["one", "two", "x"], token_ids=False)
+    trajectory = play(endpoint=endpoint, limits=Limits(max_turns=2), last_contexts=True)
+    assert (trajectory.last_context, trajectory.last_context_is_whole) == (b"", False)
+
+
+def test_a_prompt_the_server_refused_is_asked_for_with_less_room():
+    script = ["one", ContextOverflow("too long with 64 more"), "x"]
+    trajectory = play(script=script, last_contexts=True)
+    assert trajectory.end is End.context_overflow
+    assert trajectory.error.startswith("too long with 64 more")
+    assert last_context(trajectory) == render_ids(trajectory.messages)
+    assert trajectory.last_context_is_whole
+
+
+def test_the_prompt_of_a_completion_that_was_too_long_is_the_whole_last_context():
+    endpoint = FakeEndpoint(["one", "quite a long story about things"])
+    trajectory = play(endpoint=endpoint, limits=Limits(max_context_tokens=40), last_contexts=True)
+    assert (trajectory.end, len(trajectory.turns), len(endpoint.calls)) == (End.context_overflow, 1, 2)
+    assert trajectory.last_context_is_whole
+    assert last_context(trajectory) == render_ids(trajectory.messages)
+
+
+def test_time_running_out_inside_an_action_keeps_the_action_in_the_last_context():
+    trajectory = play(SlowEnv, limits=Limits(rollout_timeout_s=15, turn_timeout_s=11), last_contexts=True)
+    assert (trajectory.end, len(trajectory.turns)) == (End.timeout, 2)
+    assert trajectory.last_context == trajectory.segments[-1].token_ids
+    assert trajectory.last_context_is_whole
+
+
+def test_time_running_out_before_an_action_is_sampled_leaves_the_prefix():
+    endpoint = FakeEndpoint(["one", "two"], latency_s=10)
+    trajectory = play(endpoint=endpoint, limits=Limits(rollout_timeout_s=15), last_contexts=True)
+    assert (trajectory.end, len(trajectory.turns)) == (End.timeout, 1)
+    assert trajectory.last_context == trajectory.segments[-1].token_ids
+    assert not trajectory.last_context_is_whole
 
 
 class SlowEnv(EchoEnv):

@@ -421,3 +421,52 @@ async def test_kept_trajectories_can_be_read_back(tmp_path: Path) -> None:
     kept = list(read_trajectories(tmp_path / "trajectories" / "update-000002.jsonl"))
     assert len(kept) == 12
     assert all(v >= NO_VERSION for t in kept for s in t.segments for v in s.version_values())
+
+
+class Critical(CountingLearner):
+    """A learner with a critic: wants whole last contexts and stale groups, and keeps what it got."""
+
+    needs_last_context = True
+    wants_stale = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Batch] = []
+        self.staleness: list[int] = []
+
+    def check_staleness(self, max_staleness: int) -> None:
+        self.staleness.append(max_staleness)
+
+    def update(self, batch: Batch) -> UpdateReport:
+        self.batches.append(batch)
+        return super().update(batch)
+
+
+@pytest.mark.parametrize("learner", [CountingLearner(), Critical()])
+async def test_a_learner_that_needs_last_contexts_gets_them_whole(tmp_path: Path, learner: CountingLearner) -> None:
+    served = Served()
+    runtime = Runtime(served, limits=Limits(max_turns=2))
+    options: dict[str, Any] = {"updates": 1, "group_size": 2, "groups_per_batch": 2, "worker": "thread"}
+    report = await train(runtime, Walk, TASKS, learner=learner, run_dir=tmp_path, **options, max_staleness=1)
+    drawn_turns = 2 * report.ledger.drawn
+    if isinstance(learner, Critical):
+        members = [t for g in learner.batches[0].groups for t in g.trajectories]
+        assert all(t.last_context_is_whole and len(t.last_context) == 4 * 15 for t in members)  # 3 per message
+        assert served.calls > drawn_turns
+        assert learner.staleness == [1]
+    else:
+        assert served.calls <= drawn_turns
+
+
+async def test_stale_groups_reach_a_critic_that_wants_them_and_count_as_dropped(tmp_path: Path) -> None:
+    learner = Critical()
+    delays = (0.0, 0.001, 0.0, 0.02, 0.002)
+    report = await _train(Served(delays=delays), tmp_path, learner=learner, max_staleness=1, late="drop", updates=25)
+    stale = [t.id for batch in learner.batches for g in batch.stale for t in g.trajectories]
+    trained = [t.id for batch in learner.batches for g in batch.groups for t in g.trajectories]
+    assert stale
+    assert len(set(stale)) == len(stale)
+    assert not set(stale) & set(trained)
+    assert len(stale) <= report.ledger.dropped["stale"]
+    assert sum(row["groups_stale_kept"] for row in report.history) == len([g for b in learner.batches for g in b.stale])
+    assert report.ledger.trained == len(trained) == 25 * 3 * 4

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from turngate.envs.base import End, Task
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.testing.learner import CountingLearner, ReportingLearner
-from turngate.runtime.types import Batch, UpdateReport
+from turngate.runtime.types import Batch, Group, Trajectory, Turn, UpdateReport
 from turngate.runtime.worker import WorkerMode, start_learner
 
 EMPTY = Batch(groups=(), policy_version=0)
@@ -209,3 +210,25 @@ async def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="'process' or 'thread': got 'fiber'"):
         async with start_learner(CountingLearner(), mode="fiber"):
             pass
+
+
+class ContextLearner(CountingLearner):
+    """Reports how many bytes of last contexts it was given, in groups and in stale ones."""
+
+    def update(self, batch: Batch) -> UpdateReport:
+        super().update(batch)
+        found = {
+            name: float(sum(len(t.last_context) for g in groups for t in g.trajectories))
+            for name, groups in (("groups", batch.groups), ("stale", batch.stale))
+        }
+        return UpdateReport(found)
+
+
+async def test_a_process_is_sent_last_contexts_and_stale_groups_without_what_only_people_read() -> None:
+    turn = Turn(index=0, segment=0, start=0, length=0, text="a", state={"no plain data": object()})
+    trajectory = Trajectory(id="a", task=Task("t"), end=End.turn_limit, turns=(turn,), last_context=bytes(8))
+    group = Group(id="g", task=Task("t", data={"neither": object()}), order=0, trajectories=(trajectory,) * 2)
+    async with start_learner(ContextLearner(), mode="process") as worker:
+        await worker.load(None)
+        report = await worker.update(Batch(groups=(group,), policy_version=0, stale=(group, group)))
+    assert report.metrics == {"groups": 16.0, "stale": 32.0}
