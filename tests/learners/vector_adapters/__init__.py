@@ -3,7 +3,7 @@
 Adapters read params and inputs, never a case's name. A new area writes its module and adds it to `AREAS`.
 """
 
-from tests.learners.vector_adapters import ends, group, losses, staleness
+from tests.learners.vector_adapters import ends, group, losses, shaping, staleness, targets
 from tests.learners.vector_adapters.case import Adapter, Case, Values, numbers
 
 __all__ = ["ADAPTERS", "Case", "Values", "numbers", "run"]
@@ -12,7 +12,9 @@ AREAS = (
     ends.ADAPTERS,
     group.ADAPTERS,
     losses.ADAPTERS,
+    shaping.ADAPTERS,
     staleness.ADAPTERS,
+    targets.ADAPTERS,
 )
 COMPARISONS = (losses.compare,)
 """Every `compare` case goes to the first of these that knows its inputs, the others answer None."""
