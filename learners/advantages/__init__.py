@@ -1,5 +1,16 @@
 """Advantages: how good each action was compared with what else the policy might have done. Pure functions."""
 
+from turngate.learners.advantages.bilevel import BilevelForm, BilevelGae, gae_bilevel
+from turngate.learners.advantages.gae import (
+    FlatGae,
+    Gae,
+    bootstrap_value,
+    gae,
+    gae_batch,
+    gae_flat_tokens,
+    gae_segments,
+    length_adaptive_lambda,
+)
 from turngate.learners.advantages.group import (
     GROUP_PRESETS,
     GroupAdvantage,
@@ -9,14 +20,58 @@ from turngate.learners.advantages.group import (
     sample_advantages,
 )
 from turngate.learners.advantages.returns import masked_whiten, reward_to_go
+from turngate.learners.advantages.steps import (
+    StepAdvantages,
+    add_step_advantages,
+    edge_advantages,
+    edge_keys,
+    step_group_advantages,
+    step_returns,
+)
+from turngate.learners.advantages.trees import (
+    intra_inter_advantages,
+    leaf_counts,
+    local_global_advantages,
+    shared_prefix_weights,
+    tree_values,
+)
+from turngate.learners.advantages.turn_index import turn_index_advantages
+from turngate.learners.advantages.turns import broadcast_turns, join_turns, split_turns, turns_of
 
 __all__ = [
     "GROUP_PRESETS",
+    "BilevelForm",
+    "BilevelGae",
+    "FlatGae",
+    "Gae",
     "GroupAdvantage",
     "GroupScheme",
+    "StepAdvantages",
+    "add_step_advantages",
     "batch_reward_std",
+    "bootstrap_value",
+    "broadcast_turns",
+    "edge_advantages",
+    "edge_keys",
+    "gae",
+    "gae_batch",
+    "gae_bilevel",
+    "gae_flat_tokens",
+    "gae_segments",
     "group_advantages",
+    "intra_inter_advantages",
+    "join_turns",
+    "leaf_counts",
+    "length_adaptive_lambda",
+    "local_global_advantages",
     "masked_whiten",
     "reward_to_go",
     "sample_advantages",
+    "shared_prefix_weights",
+    "split_turns",
+    "step_group_advantages",
+    "step_returns",
+    "tree_values",
+    "turn_index_advantages",
+    "turns_of",
 ]
