@@ -31,6 +31,15 @@ class History:
         self.notes: dict[object, Any] = {}
         """What a context function wants to remember within this rollout, keyed by itself."""
 
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> "History":
+        """Return the history that `messages` came from: each assistant message is an action, and starts a turn."""
+        starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        history = cls(messages[: starts[0]] if starts else messages)
+        for start, stop in zip(starts, [*starts[1:], len(messages)], strict=True):
+            history.append_turn(messages[start], messages[start + 1 : stop])
+        return history
+
     def __repr__(self) -> str:
         return f"<History {len(self._messages)} messages, {self.turns} turns>"
 

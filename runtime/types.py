@@ -24,6 +24,7 @@ __all__ = [
     "Completion",
     "Group",
     "Message",
+    "RestartedFrom",
     "Sampling",
     "Segment",
     "Trajectory",
@@ -191,6 +192,19 @@ class Segment(msgspec.Struct, frozen=True):
         return memoryview(self.turn_ids).cast("i")
 
 
+class RestartedFrom(msgspec.Struct, frozen=True):
+    """Where an episode started that did not start at its task's beginning."""
+
+    origin: str
+    """Id of the trajectory that reached the state."""
+    turn: int
+    """Turns that the origin had taken by then."""
+    policy_version: int
+    """Oldest policy that chose one of those turns."""
+    reason: str
+    """Why that state is worth starting from; see `Restarts.reasons`."""
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """One episode: what the model saw, what it did, what came of it, and how it ended."""
 
@@ -199,6 +213,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str = ""
     member: int = 0
     seed: int = 0
+    restarted_from: RestartedFrom | None = None
+    """None when the episode started at its task's beginning. Otherwise `turns` are those since the restart, and what
+    happened before is context to them."""
     turns: tuple[Turn, ...] = ()
     segments: tuple[Segment, ...] = ()
     end: End
@@ -249,6 +266,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     order: int
     """Submission order within the run, from 0."""
     trajectories: tuple[Trajectory, ...]
+
+    @property
+    def restarted_from(self) -> RestartedFrom | None:
+        """Where all its members started, None for the task's beginning."""
+        return self.trajectories[0].restarted_from if self.trajectories else None
 
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest policy version among the generated tokens of all members."""
