@@ -107,7 +107,7 @@ def edge_advantages(
 ) -> StepAdvantages:
     """Return the mean group advantage over the steps that share an edge; a step nobody else took keeps its own.
 
-    What good and bad trajectories have in common gets little credit either way. Source: SALT, Li et al. 2025 (2510.20022).
+    What good and bad trajectories share gets little credit either way. Source: SALT, Li et al. 2025 (2510.20022).
     Args: episode_G: from `group_advantages`. keys: per trajectory, from `edge_keys`.
     """
     counts = valid_G if valid_G is not None else torch.ones_like(episode_G, dtype=torch.bool)

@@ -3,12 +3,13 @@
 Adapters read params and inputs, never a case's name. A new area writes its module and adds it to `AREAS`.
 """
 
-from tests.learners.vector_adapters import ends, group, losses, shaping, staleness, targets
+from tests.learners.vector_adapters import credit, ends, group, losses, shaping, staleness, targets
 from tests.learners.vector_adapters.case import Adapter, Case, Values, numbers
 
 __all__ = ["ADAPTERS", "Case", "Values", "numbers", "run"]
 
 AREAS = (
+    credit.ADAPTERS,
     ends.ADAPTERS,
     group.ADAPTERS,
     losses.ADAPTERS,
@@ -16,7 +17,7 @@ AREAS = (
     staleness.ADAPTERS,
     targets.ADAPTERS,
 )
-COMPARISONS = (losses.compare,)
+COMPARISONS = (credit.compare, losses.compare)
 """Every `compare` case goes to the first of these that knows its inputs, the others answer None."""
 
 
