@@ -1,18 +1,25 @@
 """Policy losses: token-aligned arrays in, a loss per token out. Reduce with `learners.aggregation`.
 
 All functions are pure, work in float32 and float64, on (B, T) or packed (N,) arrays, and differentiate with respect to
-`logprobs` only: every other input is a constant. Masked-out positions give loss 0 and gradient 0 whatever they hold.
-`GRPO` uses `ppo_loss`, `decoupled_ppo_loss` and `reinforce_loss`; `cispo_loss` and `unit_ratio_loss` are for learners
-of your own.
+`logprobs` only: every other input is a constant. Masked-out positions give loss 0 and gradient 0 whatever they hold; a
+masked-in value that is not finite is an error. `learners.objective` chooses among them for the learners.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from turngate.learners.ratios import LOG_RATIO_CLAMP, check_shapes, log_ratio, unit_index, unit_sums
+from turngate.learners.ratios import (
+    LOG_RATIO_CLAMP,
+    check_finite,
+    check_shapes,
+    log_ratio,
+    unit_constants,
+    unit_index,
+    unit_sums,
+)
 from turngate.runtime.errors import ConfigError
 
 __all__ = [
@@ -25,7 +32,9 @@ __all__ = [
     "decoupled_ppo_loss",
     "ppo_loss",
     "reinforce_loss",
+    "unit_ppo_loss",
     "unit_ratio_loss",
+    "weighted",
 ]
 
 Granularity: TypeAlias = Literal["prod", "geo"]
@@ -88,9 +97,11 @@ def ppo_loss(
     """Return the clipped surrogate per token.
 
     Source: Schulman et al. 2017 (1707.06347) with asymmetric and dual clip. At ratio 1 the loss is -A.
-    Raises: ShapeError: the inputs differ in shape.
+    Raises: ShapeError: the inputs differ in shape. LearnerError: a masked-in value is not finite.
     """
-    logprobs, old_logprobs, advantages = _inside(mask, logprobs, old_logprobs, advantages)
+    logprobs, old_logprobs, advantages = _inside(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
     ratio = log_ratio(logprobs, old_logprobs, clamp=log_ratio_clamp).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip.low, 1 + clip.high) * advantages)
     fixed = ratio.detach()
@@ -115,20 +126,18 @@ def decoupled_ppo_loss(
     Source: Hilton et al. 2022 (2110.00641); Fu et al. 2025 (2505.24298) eq. 5. Exactly one correction per gap: the
     ratio covers current over proximal, `weights` (see `offpolicy.is_weights`) covers proximal over behaviour.
     """
-    (weights,) = _inside(mask, weights)
-    surrogate = ppo_loss(logprobs, proximal_logprobs, advantages, mask, clip=clip)
-    return TokenLoss(
-        loss=weights * surrogate.loss,
-        ratio=surrogate.ratio,
-        is_clipped_high=surrogate.is_clipped_high,
-        is_clipped_low=surrogate.is_clipped_low,
-        is_clipped_dual=surrogate.is_clipped_dual,
-    )
+    return weighted(ppo_loss(logprobs, proximal_logprobs, advantages, mask, clip=clip), weights, mask)
+
+
+def weighted(surrogate: TokenLoss, weights: Tensor, mask: Tensor) -> TokenLoss:
+    """Return the surrogate times detached weights, one per token; what was clipped stays as it is."""
+    (weights,) = _inside(mask, weights=weights.detach())
+    return replace(surrogate, loss=weights * surrogate.loss)
 
 
 def reinforce_loss(logprobs: Tensor, weights: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return -weight * A * logprob per token, with detached weights of current over behaviour."""
-    logprobs, weights, advantages = _inside(mask, logprobs, weights, advantages)
+    logprobs, weights, advantages = _inside(mask, logprobs=logprobs, weights=weights, advantages=advantages)
     return -weights.detach() * advantages * logprobs
 
 
@@ -140,7 +149,9 @@ def cispo_loss(
     Source: MiniMax-M1 2025 (2506.13585) eqs. 4-5. Offsets are from 1; `Clip(low=1)` means no lower bound, the
     canonical form.
     """
-    logprobs, old_logprobs, advantages = _inside(mask, logprobs, old_logprobs, advantages)
+    logprobs, old_logprobs, advantages = _inside(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
     ratio = log_ratio(logprobs, old_logprobs).detach().exp()
     coefficient = ratio.clamp(1 - clip.low, 1 + clip.high) * mask
     return -coefficient * advantages * logprobs, coefficient
@@ -166,27 +177,103 @@ def unit_ratio_loss(
     Args: unit_ids: integers, distinct within a row, -1 on tokens of no unit. row_ids: needed for packed arrays.
     Raises: ShapeError: shapes differ. ConfigError: the advantage is not constant inside a unit.
     """
-    if kind not in ("prod", "geo") or reduce not in ("mean_over_units", "length"):
-        raise ConfigError(f"kind must be prod or geo, reduce mean_over_units or length: got {kind!r}, {reduce!r}")
+    if reduce not in ("mean_over_units", "length"):
+        raise ConfigError(f"reduce must be mean_over_units or length: got {reduce!r}")
     mask = mask & (unit_ids >= 0)
-    logprobs, old_logprobs, advantages = _inside(mask, logprobs, old_logprobs, advantages)
     rows = _row_ids(mask) if row_ids is None else row_ids
     index, units = unit_index(mask, rows, unit_ids)
+    made = _unit_surrogates(logprobs, old_logprobs, advantages, mask, index, units, kind=kind, clip=clip)
     if units == 0:
-        return UnitLoss((logprobs * 0).sum(), logprobs.new_empty(0), mask.new_empty(0))
-    inside_P = index[mask]
-    advantages_U = advantages.new_zeros(units).scatter(0, inside_P, advantages[mask])
-    if not torch.equal(advantages_U[inside_P], advantages[mask]):
-        raise ConfigError("the advantage must be constant inside a unit: one ratio cannot serve two advantages")
+        return UnitLoss(made.surrogates_U.sum(), made.ratios_U, made.is_high_U)
+    weights_U = torch.full_like(made.sizes_U, 1 / units)
+    if reduce == "length":
+        weights_U = made.sizes_U / made.sizes_U.sum()
+    loss = -(weights_U.to(logprobs.dtype) * made.surrogates_U).sum()
+    return UnitLoss(loss, made.ratios_U, made.is_high_U | made.is_low_U | made.is_dual_U)
+
+
+def unit_ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    unit_ids: Tensor,
+    mask: Tensor,
+    *,
+    kind: Granularity,
+    clip: Clip,
+) -> TokenLoss:
+    """Return to every token the surrogate, ratio and clipping of its unit, to be reduced like any token loss.
+
+    Token weights that add up to 1/U over each unit (`turn_mean`, `traj_mean`) make it `unit_ratio_loss` with
+    `mean_over_units`; `token_mean` makes it the one with `length`.
+    Args: unit_ids: integers >= 0, distinct over the whole array. All masked-in tokens of a unit must be given.
+    Raises: as `unit_ratio_loss`.
+    """
+    index, units = unit_index(mask, unit_ids)
+    made = _unit_surrogates(logprobs, old_logprobs, advantages, mask, index, units, kind=kind, clip=clip)
+    if units == 0:
+        loss = torch.zeros_like(logprobs) + made.surrogates_U.sum()
+        return TokenLoss(loss, torch.ones_like(logprobs), ~mask & mask, ~mask & mask, ~mask & mask)
+    return TokenLoss(
+        loss=torch.where(mask, -made.surrogates_U[index], 0.0),
+        ratio=torch.where(mask, made.ratios_U[index], 1.0),
+        is_clipped_high=mask & made.is_high_U[index],
+        is_clipped_low=mask & made.is_low_U[index],
+        is_clipped_dual=mask & made.is_dual_U[index],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """(U,) arrays; only the surrogates carry a gradient. Without any unit the surrogates are one connected zero."""
+
+    surrogates_U: Tensor
+    ratios_U: Tensor
+    sizes_U: Tensor
+    is_high_U: Tensor
+    is_low_U: Tensor
+    is_dual_U: Tensor
+
+
+def _unit_surrogates(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    index: Tensor,
+    units: int,
+    *,
+    kind: Granularity,
+    clip: Clip,
+) -> _Units:
+    if kind not in ("prod", "geo"):
+        raise ConfigError(f"kind must be prod or geo: got {kind!r}")
+    logprobs, old_logprobs, advantages = _inside(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    if units == 0:
+        none = mask.new_empty(0)
+        empty = logprobs.new_empty(0)
+        return _Units((logprobs * 0).sum().unsqueeze(0), empty, empty, none, none, none)
+    advantages_U = unit_constants(advantages, index, units)
     sums_U = unit_sums(log_ratio(logprobs, old_logprobs), index, units)
     sizes_U = unit_sums(torch.ones_like(logprobs), index, units)
-    log_ratios_U = (sums_U if kind == "prod" else sums_U / sizes_U).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    ratios_U = log_ratios_U.exp().to(logprobs.dtype)
-    surrogate_U = torch.minimum(ratios_U * advantages_U, ratios_U.clamp(1 - clip.low, 1 + clip.high) * advantages_U)
-    weights_U = torch.full_like(sizes_U, 1 / units) if reduce == "mean_over_units" else sizes_U / sizes_U.sum()
+    logs_U = (sums_U if kind == "prod" else sums_U / sizes_U).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    ratios_U = logs_U.exp().to(logprobs.dtype)
+    surrogates_U = torch.minimum(ratios_U * advantages_U, ratios_U.clamp(1 - clip.low, 1 + clip.high) * advantages_U)
     fixed_U = ratios_U.detach()
-    is_clipped_U = ((advantages_U > 0) & (fixed_U > 1 + clip.high)) | ((advantages_U < 0) & (fixed_U < 1 - clip.low))
-    return UnitLoss(-(weights_U.to(logprobs.dtype) * surrogate_U).sum(), fixed_U, is_clipped_U)
+    is_dual_U = torch.zeros_like(fixed_U, dtype=torch.bool)
+    if clip.dual is not None:
+        is_dual_U = (advantages_U < 0) & (fixed_U > clip.dual)
+        surrogates_U = torch.where(is_dual_U, clip.dual * advantages_U, surrogates_U)
+    return _Units(
+        surrogates_U=surrogates_U,
+        ratios_U=fixed_U,
+        sizes_U=sizes_U,
+        is_high_U=(advantages_U > 0) & (fixed_U > 1 + clip.high),
+        is_low_U=(advantages_U < 0) & (fixed_U < 1 - clip.low),
+        is_dual_U=is_dual_U,
+    )
 
 
 def _row_ids(mask: Tensor) -> Tensor:
@@ -195,7 +282,8 @@ def _row_ids(mask: Tensor) -> Tensor:
     return torch.arange(len(mask), device=mask.device).unsqueeze(1).expand_as(mask)
 
 
-def _inside(mask: Tensor, *arrays: Tensor) -> list[Tensor]:
+def _inside(mask: Tensor, **arrays: Tensor) -> list[Tensor]:
     """Return the arrays with 0 where the mask is False, so that nothing masked can reach a gradient."""
-    check_shapes(mask=mask, **{f"array_{i}": array for i, array in enumerate(arrays)})
-    return [array.masked_fill(~mask, 0.0) for array in arrays]
+    check_shapes(mask=mask, **arrays)
+    check_finite(mask, **arrays)
+    return [array.masked_fill(~mask, 0.0) for array in arrays.values()]

@@ -1,8 +1,7 @@
-"""Corrections for data that another policy sampled: importance weights, proximal log-probs, trust-region filters.
+"""Corrections for data that another policy sampled: importance weights and proximal log-probs.
 
 Three policies: behaviour (the sampler, with its lag and its arithmetic), proximal (the anchor of the clip), current.
-`GRPO` uses `Correction` and `is_weights`; `interpolated_proximal` and the filters (`geometric_keep`,
-`second_moment_keep`, `opsm_keep`) are for learners of your own.
+What a learner does about their gaps is one `OffPolicy` value (`learners.off_policy_choice`).
 """
 
 from dataclasses import dataclass
@@ -11,25 +10,25 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from turngate.learners.ratios import LOG_RATIO_CLAMP, check_shapes, log_ratio, unit_index, unit_sums
+from turngate.learners.ratios import LOG_RATIO_CLAMP, check_finite, check_shapes, log_ratio, unit_index, unit_sums
 from turngate.runtime.errors import ConfigError
 
 __all__ = [
     "Correction",
+    "CorrectionUnit",
     "ImportanceWeights",
     "WeightLevel",
     "WeightMode",
-    "geometric_keep",
     "interpolated_proximal",
     "is_weights",
-    "opsm_keep",
-    "second_moment_keep",
 ]
 
 WeightLevel: TypeAlias = Literal["token", "unit_prod", "unit_geo"]
 """One weight per token, per unit (product of its ratios), or per unit (geometric mean)."""
 WeightMode: TypeAlias = Literal["truncate", "mask"]
 """`truncate`: min(weight, upper). `mask`: 0 outside [lower, upper]; rejected tokens stay in the denominator."""
+CorrectionUnit: TypeAlias = Literal["trajectory", "turn"]
+"""What a unit is: a trajectory over all its segments, or one turn of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,16 @@ class Correction:
     lower: float | None = None
     normalise: bool = False
     """Scale the weights of the optimizer step to mean 1 after truncation."""
+    unit: CorrectionUnit = "trajectory"
+    """What the unit levels multiply over; tokens of one unit share one weight."""
 
     def __post_init__(self) -> None:
         if self.level not in ("token", "unit_prod", "unit_geo"):
             raise ConfigError(f"correction level must be token, unit_prod or unit_geo: got {self.level!r}")
         if self.mode not in ("truncate", "mask"):
             raise ConfigError(f"correction mode must be truncate or mask: got {self.mode!r}")
+        if self.unit not in ("trajectory", "turn"):
+            raise ConfigError(f"correction unit must be trajectory or turn: got {self.unit!r}")
         if self.upper is not None and not self.upper >= 1:
             raise ConfigError(f"upper must be a ratio of at least 1: got {self.upper}; it bounds target over behaviour")
         if self.lower is not None and not 0 <= self.lower <= 1:
@@ -79,9 +82,10 @@ def is_weights(
 
     Source: Ionides 2008 (truncation); IcePop and MIS (masking). Unit levels run over all segments of a trajectory, so
     `unit_ids` are trajectory (or turn) numbers in the shape of the inputs; by default each row of (B, T) is a unit.
-    Raises: ShapeError: the inputs differ in shape.
+    Raises: ShapeError: the inputs differ in shape. LearnerError: a masked-in value is not finite.
     """
-    check_shapes(target=target_logprobs, behaviour=behaviour_logprobs, mask=mask)
+    check_shapes(target_logprobs=target_logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
+    check_finite(mask, target_logprobs=target_logprobs, behaviour_logprobs=behaviour_logprobs)
     target, behaviour = (x.detach().masked_fill(~mask, 0.0) for x in (target_logprobs, behaviour_logprobs))
     logs = log_ratio(target, behaviour)
     index, units = torch.full_like(mask, -1, dtype=torch.int64), 0
@@ -114,49 +118,6 @@ def interpolated_proximal(
     lag = (policy_version - versions).clamp_min(0).masked_fill(versions < 0, 0).to(logprobs.dtype)
     alpha = ((lag - 1) / lag.clamp_min(1)).clamp_min(0)
     return behaviour_logprobs + alpha * (logprobs.detach() - behaviour_logprobs), alpha
-
-
-def geometric_keep(
-    target_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, unit_ids: Tensor, *, lower: float, upper: float
-) -> Tensor:
-    """Return which tokens to keep: whole units whose geometric mean ratio lies in [lower, upper] (2512.23075)."""
-    correction = Correction(level="unit_geo", mode="mask", lower=lower, upper=upper)
-    return is_weights(target_logprobs, behaviour_logprobs, mask, correction, unit_ids=unit_ids).keep
-
-
-def second_moment_keep(log_ratios: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
-    """Return which tokens to keep: drop the largest squared log-ratios until the mean of the rest is below threshold.
-
-    Selects over all tokens given, so pass those of the whole optimizer step. Source: Zheng et al. 2025, M2PO
-    (2510.01161). At least one token fails to be kept only if even the smallest is above the threshold.
-    """
-    check_shapes(log_ratios=log_ratios, mask=mask)
-    squares_P = log_ratios[mask].detach().to(torch.float64).square()
-    ascending_P, order_P = squares_P.sort(stable=True)
-    means_P = ascending_P.cumsum(0) / torch.arange(1, len(ascending_P) + 1, device=mask.device)
-    # Running means of a sorted sequence never fall, so the kept tokens are a prefix.
-    count = int((means_P <= threshold).sum())
-    kept_P = torch.zeros_like(squares_P, dtype=torch.bool)
-    kept_P[order_P[:count]] = True
-    keep = torch.zeros_like(mask)
-    keep[mask] = kept_P
-    return keep
-
-
-def opsm_keep(
-    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, mask: Tensor, unit_ids: Tensor, *, delta: float
-) -> Tensor:
-    """Return which tokens to keep: drop units of negative advantage whose mean(behaviour - current) exceeds delta.
-
-    Source: off-policy sequence masking of DeepSeek-V3.2 (2512.02556).
-    """
-    check_shapes(logprobs=logprobs, behaviour=behaviour_logprobs, advantages=advantages, mask=mask, units=unit_ids)
-    index, units = unit_index(mask, unit_ids)
-    if units == 0:
-        return mask
-    gap = (behaviour_logprobs - logprobs.detach()).masked_fill(~mask, 0.0)
-    is_far_U = unit_sums(gap, index, units) / unit_sums(torch.ones_like(gap), index, units) > delta
-    return mask & ~(is_far_U[index] & (advantages < 0))
 
 
 def _units(mask: Tensor) -> Tensor:

@@ -3,9 +3,18 @@
 import torch
 from torch import Tensor
 
-from turngate.runtime.errors import LearnerError
+from turngate.runtime.errors import ConfigError, LearnerError
 
-__all__ = ["LOG_RATIO_CLAMP", "ShapeError", "check_shapes", "log_ratio", "unit_index", "unit_sums"]
+__all__ = [
+    "LOG_RATIO_CLAMP",
+    "ShapeError",
+    "check_finite",
+    "check_shapes",
+    "log_ratio",
+    "unit_constants",
+    "unit_index",
+    "unit_sums",
+]
 
 LOG_RATIO_CLAMP = 20.0
 """exp(20) is 5e8: beyond it a ratio carries no information and float32 sums lose everything else."""
@@ -25,6 +34,18 @@ def check_shapes(**arrays: Tensor) -> None:
     shapes = {name: tuple(array.shape) for name, array in arrays.items()}
     if len(set(shapes.values())) > 1:
         raise ShapeError(f"token arrays must have one shape: got {shapes}; align and expand them first")
+
+
+def check_finite(mask: Tensor, **arrays: Tensor) -> None:
+    """Raise LearnerError unless every masked-in value is finite; what is masked out may hold anything."""
+    for name, array in arrays.items():
+        bad = mask & ~torch.isfinite(array.detach())
+        if bad.any():
+            at = tuple(bad.nonzero()[0].tolist())
+            raise LearnerError(
+                f"{name} must be finite where the mask is True: got {float(array.detach()[at])} (index {at}); "
+                "mask the token or look at where the value comes from"
+            )
 
 
 def unit_index(mask: Tensor, *keys: Tensor) -> tuple[Tensor, int]:
@@ -48,3 +69,16 @@ def unit_sums(values: Tensor, index: Tensor, units: int) -> Tensor:
     inside = index >= 0
     sums_U = torch.zeros(units, dtype=torch.float64, device=values.device)
     return sums_U.index_add(0, index[inside], values[inside].to(torch.float64))
+
+
+def unit_constants(values: Tensor, index: Tensor, units: int) -> Tensor:
+    """Return the one value of each unit, shape (units,). Raises: ConfigError: a unit holds two different ones."""
+    inside_P = index[index >= 0]
+    values_P = values[index >= 0]
+    values_U = values.new_zeros(units).scatter(0, inside_P, values_P)
+    if not torch.equal(values_U[inside_P], values_P):
+        raise ConfigError(
+            "the advantage must be constant inside a unit: one ratio cannot serve two advantages; use smaller units, "
+            "or advantages per turn or trajectory"
+        )
+    return values_U

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from turngate.learners.aggregation import aggregate, token_weights
 from turngate.learners.losses import Clip, decoupled_ppo_loss
-from turngate.learners.offpolicy import (
-    Correction,
-    geometric_keep,
-    interpolated_proximal,
-    is_weights,
-    opsm_keep,
-    second_moment_keep,
-)
+from turngate.learners.offpolicy import Correction, interpolated_proximal, is_weights
 from turngate.learners.ratios import ShapeError
 from turngate.runtime.errors import ConfigError
 
@@ -123,33 +116,6 @@ def test_interpolated_proximal_moves_towards_the_current_policy_with_lag() -> No
     proximal, alpha = interpolated_proximal(logp, behaviour, versions, policy_version=10)
     assert alpha[0].tolist() == [0.0, 0.0, 0.5, 0.0]
     assert proximal[0].tolist() == [-3.0, -3.0, -2.0, -3.0]
-
-
-def test_second_moment_filter_drops_the_largest_until_the_mean_is_small() -> None:
-    d = row(0.1, -0.5, 0.2, 0.0)
-    assert second_moment_keep(d, everything(d), threshold=0.02)[0].tolist() == [True, False, True, True]
-
-
-def test_b2_11_second_moment_filter_selects_over_the_whole_step() -> None:
-    d = row(0.1, 0.3, 0.25, 0.25)
-    whole = second_moment_keep(d, everything(d), threshold=0.05)
-    halves = [second_moment_keep(part, everything(part), threshold=0.05) for part in (d[:, :2], d[:, 2:])]
-    assert whole[0].tolist() != torch.cat(halves, dim=1)[0].tolist()
-
-
-def test_opsm_drops_bad_trajectories_that_the_policy_has_left() -> None:
-    behaviour, logp = torch.full((3, 2), -1.0), torch.tensor([[-2.0, -2.0], [-2.0, -2.0], [-1.0, -1.0]])
-    advantages = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [-1.0, -1.0]])
-    units = torch.arange(3).unsqueeze(1).expand(3, 2)
-    kept = opsm_keep(logp, behaviour, advantages, everything(logp), units, delta=0.5)
-    assert kept.all(dim=1).tolist() == [False, True, True]
-
-
-def test_geometric_filter_drops_whole_trajectories() -> None:
-    target, behaviour = torch.tensor([[0.3 - 5, 0.3 - 5], [0.3 - 5, -0.3 - 5]]), torch.full((2, 2), -5.0)
-    units = torch.arange(2).unsqueeze(1).expand(2, 2)
-    kept = geometric_keep(target, behaviour, everything(target), units, lower=0.9, upper=1.1)
-    assert kept.tolist() == [[False, False], [True, True]]
 
 
 @pytest.mark.parametrize("wrong", [{"level": "turn"}, {"mode": "drop"}, {"upper": 0.5}, {"lower": 1.5}])

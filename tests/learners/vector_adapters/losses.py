@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.learners.vector_adapters.case import Adapter, Case, Values, gradient
 from turngate.learners.aggregation import aggregate, token_weights
+from turngate.learners.filters import second_moment_keep
 from turngate.learners.kl import kl_terms
 from turngate.learners.logprobs import (
     entropy_from_logits,
@@ -17,7 +18,7 @@ from turngate.learners.logprobs import (
     token_logprobs,
 )
 from turngate.learners.losses import cispo_loss, decoupled_ppo_loss, ppo_loss, reinforce_loss, unit_ratio_loss
-from turngate.learners.offpolicy import interpolated_proximal, is_weights, second_moment_keep
+from turngate.learners.offpolicy import interpolated_proximal, is_weights
 from turngate.learners.ratios import LOG_RATIO_CLAMP
 
 
