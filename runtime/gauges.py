@@ -1,17 +1,17 @@
 """What a training run measures about itself, one row per update."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from turngate.envs.base import End
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.events import BatchTaken
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.metrics import LoopLagMeter
+from turngate.runtime.outcomes import is_clean_root, outcome_row, recovery_row
 from turngate.runtime.slots import Slots
 from turngate.runtime.staleness import LagStats, lag_stats, policy_versions
-from turngate.runtime.types import Batch, Trajectory
+from turngate.runtime.types import Batch, Trajectory, Turn
 
 __all__ = ["RunGauges"]
 
@@ -26,8 +26,11 @@ class RunGauges:
     _since_s: float
     _slot_seconds: float
 
-    def __init__(self, slots: Slots, loop_lag: LoopLagMeter) -> None:
-        """Start measuring now."""
+    def __init__(
+        self, slots: Slots, loop_lag: LoopLagMeter, *, is_mistake: Callable[[Turn], bool] | None = None
+    ) -> None:
+        """Start measuring now; `is_mistake` says which turns count as mistakes, beside invalid and injected ones."""
+        self._is_mistake = is_mistake
         self._slots, self._loop_lag = slots, loop_lag
         self.waiting_s = self.learning_s = self.publishing_s = 0.0
         self._slot_seconds = slots.held_seconds()
@@ -72,8 +75,10 @@ class RunGauges:
     def row(self, batch: Batch, buffer: Buffer, ledger: Ledger) -> dict[str, float]:
         """Return the numbers of one update and start the next interval.
 
-        `success`, `reward`, `turns` and `tokens` are means over the batch's trajectories; `lag_*` over their tokens
-        that are young enough to train on; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how
+        `success`, `reward`, `truncated`, `turns` and `tokens` are means over the batch's trajectories that the policy
+        alone played from their task's start, NaN when there are none; how the others went is under `restart_*` and
+        `injected_*`, and mistakes are as `recovery_row` says. `lag_*` are over the tokens of all of them that are young
+        enough to train on; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how
         late the event loop ran its timers, over the last minute or so. Groups that were too old for the policy count in
         `groups_dropped_stale`; those of them that went with this batch for the critic in `groups_stale_kept`, and those
         that no batch had room for in `groups_stale_lost`.
@@ -81,18 +86,14 @@ class RunGauges:
         now = time.monotonic()
         wall_s = max(now - self._since_s, 1e-9)
         trajectories = _trajectories(batch)
-        n = max(1, len(trajectories))
         tokens = sum(t.policy_tokens for t in trajectories)
         lag = _lag(batch)
         spans = [new - old for old, new in (t.version_range() for t in trajectories)]
         held = self._slots.held_seconds()
         row = {
             "seconds": now - self._started_s,
-            "success": sum(t.end is End.success for t in trajectories) / n,
-            "reward": sum(t.reward for t in trajectories) / n,
-            "truncated": sum(t.end.is_truncation for t in trajectories) / n,
-            "turns": sum(len(t.turns) for t in trajectories) / n,
-            "tokens": tokens / n,
+            **outcome_row([t for t in trajectories if is_clean_root(t)]),
+            **recovery_row(trajectories, self._is_mistake),
             "lag_max": float(lag.lag_max),
             "lag_mean": lag.lag_mean,
             "lag_min": float(lag.lag_min),

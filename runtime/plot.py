@@ -1,5 +1,6 @@
 """A run's metrics as a picture."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def plot_run(run_dir: str | Path, *, marks: dict[str, float] | None = None) -> P
     figure = Figure(figsize=(11, 7), layout="constrained")
     for axes, (title, unit, series) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
         for key, label in series:
-            axes.plot(updates, [row[key] for row in rows], label=label, linewidth=1.2)
+            values = [math.nan if row[key] is None else row[key] for row in rows]  # JSON has no NaN: a gap
+            axes.plot(updates, values, label=label, linewidth=1.2)
         if title == "success":
             for position, (label, value) in enumerate((marks or {}).items()):
                 axes.axhline(

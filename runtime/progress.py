@@ -16,7 +16,8 @@ _ERROR_CHARS = 160
 def show_progress(events: Events, *, every: int = 1, file: TextIO | None = None) -> None:
     """Print a line for each evaluation and for every `every`-th update.
 
-    `success` is over the batch just trained on, `truncated` the share of its episodes that were cut short, if any;
+    `success` is over the episodes of the batch just trained on that began at their task's start, `truncated` the share
+    of them that were cut short, if any; `from restarts` is the success of those that began in a kept state;
     `lag` is mean and maximum staleness of its tokens in policy versions; `learner` and `slots` are the shares of time
     the learner worked and the rollout slots were taken. A line of its own says how many rollouts failed since the line
     before, and another one, at most every tenth update, that an update had nothing to learn from.
@@ -49,9 +50,12 @@ class _Progress:
     def on_update(self, event: UpdateFinished) -> None:
         m = event.metrics
         if event.policy_version % self._every == 0:
-            truncated = f"truncated {m['truncated']:.2f}  " if m["truncated"] else ""
+            truncated = f"truncated {m['truncated']:.2f}  " if m["truncated"] > 0 else ""
+            # NaN when nobody but restarted or injected episodes is in the batch.
+            success = f"{m['success']:.2f}" if m["success"] >= 0 else "   -"
+            restarts = f"from restarts {m['restart_success']:.2f}  " if "restart_success" in m else ""
             self._say(
-                f"update {m['update']:4.0f}  success {m['success']:.2f}  {truncated}"
+                f"update {m['update']:4.0f}  success {success}  {restarts}{truncated}"
                 f"lag {m['lag_mean']:.1f}/{m['lag_max']:.0f}  "
                 f"{m['episodes_per_s']:5.1f} episodes/s  {m['policy_tokens_per_s']:6.0f} tokens/s  "
                 f"learner {m['learner_busy_share']:4.0%}  slots {m['slots_busy_share']:4.0%}"

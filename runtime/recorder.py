@@ -105,7 +105,7 @@ class Recorder:
         """
         if missing := _missing(completion):
             self.untrainable_because = self.untrainable_because or f"{missing} (turn {turn})"
-            return len(self._closed), len(self._open.policy_mask) if self._open is not None else 0, 0
+            return *self.position(), 0
         prompt = completion.prompt_token_ids
         segment = self._open
         new = segment.extension(prompt) if segment is not None else None
@@ -122,6 +122,10 @@ class Recorder:
         length = len(completion.token_ids)
         self.policy_tokens += length
         return len(self._closed), start, length
+
+    def position(self) -> tuple[int, int]:
+        """Return (segment, start) of a turn without tokens of its own, such as an injected one."""
+        return len(self._closed), len(self._open.policy_mask) if self._open is not None else 0
 
     def segments(self) -> tuple[Segment, ...]:
         """Return what was recorded so far."""

@@ -2,38 +2,28 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import ParamSpec, TypeVar, cast
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from turngate.envs.base import Action, End, Env, EnvFactory, Snapshot, SnapshotEnv, Step, Task, ToolSpec
-from turngate.runtime.answers import (
-    answer_messages,
-    answer_text,
-    check_messages,
-    check_snapshot,
-    check_start,
-    checked_rewards,
-    writable,
-)
+from turngate.envs.base import Action, End, EnvFactory, Snapshot, Step, Task, ToolSpec
+from turngate.runtime.answers import answer_messages, answer_text, check_messages, checked_rewards, writable
 from turngate.runtime.clock import Clock
-from turngate.runtime.closing import close_env
 from turngate.runtime.context import Context, FullHistory, History, full
-from turngate.runtime.deadline import Deadline, DeadlineExceeded
+from turngate.runtime.deadline import DeadlineExceeded
 from turngate.runtime.endpoint import ChatEndpoint
-from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EnvError, ToolError
+from turngate.runtime.episode_env import TIMEOUTS, EpisodeEnv, Waits
+from turngate.runtime.errors import ContextOverflow, EndpointError, EnvError, ToolError
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.foreign import ForeignCalls
+from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
 from turngate.runtime.recorder import Recorder
+from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Completion, Message, Sampling, Trajectory, Turn
 
 __all__ = ["run_rollout"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _UNHEARD = Events()
 
@@ -55,6 +45,8 @@ async def run_rollout(
     clock: Clock | None = None,
     keep_snapshots: bool = False,
     last_contexts: bool = False,
+    start: RestartPoint | None = None,
+    injection: Injection | None = None,
     on_cancelled: Callable[[Trajectory], None] | None = None,
 ) -> Trajectory:
     """Play one episode of `task` and return it, however it ended.
@@ -68,6 +60,9 @@ async def run_rollout(
         keep_snapshots: store the environment's state before each action; the environment must be a SnapshotEnv.
         last_contexts: when the episode is truncated, ask the server for one token more, which is thrown away, to learn
             what the model would have been shown next: value estimates bootstrap from there.
+        start: state of an earlier episode of `task` to start from, instead of its beginning; its turns count towards
+            `max_turns`, and luck is fresh. The environment must be a SnapshotEnv.
+        injection: lets something else act in the model's place now and then.
     """
     episode = _Episode(
         task=task,
@@ -85,6 +80,8 @@ async def run_rollout(
         now=clock.now if clock is not None else asyncio.get_running_loop().time,
         keep_snapshots=keep_snapshots,
         last_contexts=last_contexts,
+        start=start,
+        injection=injection,
     )
     try:
         try:
@@ -103,12 +100,10 @@ class _Episode:
     """The state of one episode and the steps of its loop."""
 
     # State, changed as the episode goes on.
-    _env: Env | None  # made by play(), closed by aclose()
+    _env: EpisodeEnv  # made by play(), closed by aclose()
     _history: History | None  # None until the environment has been reset
     _turns: list[Turn]  # finished turns
     _pending: "_Sampled | None"  # an action recorded and not yet answered by the environment
-    _limit_s: float  # loop time at which this turn, or the rollout, must be over
-    _limit_what: str
     _end: End | None  # how the episode ended, once that is settled
     _has_looked: bool  # whether the server was asked for the context after the last turn
 
@@ -129,19 +124,23 @@ class _Episode:
         now: Callable[[], float],
         keep_snapshots: bool,
         last_contexts: bool,
+        start: RestartPoint | None,
+        injection: Injection | None,
     ) -> None:
         self._task, self._endpoint, self._limits, self._sampling = task, endpoint, limits, sampling
         self._context, self._seed, self._env_seed = context, seed, env_seed
         self._group_id, self._member, self._id = group_id, member, trajectory_id
         self._events, self._now, self._keep_snapshots = events, now, keep_snapshots
-        self._last_contexts = last_contexts
-        self._env = self._history = self._pending = self._end = None
+        self._last_contexts, self._start, self._injection = last_contexts, start, injection
+        self._history = self._pending = self._end = None
         self._turns = []
         self._has_looked = False
         self._tools: tuple[ToolSpec, ...] = ()
         self._recorder = Recorder()
-        self._deadline = Deadline()
+        self._waits = Waits(limits)
+        self._deadline = self._waits.deadline
         self._calls = ForeignCalls(f"trajectory {trajectory_id}", self._deadline, grace_s=limits.close_timeout_s)
+        self._env = EpisodeEnv(self._calls, self._waits)
         self._started_s = now()
 
     async def play(self, env_factory: EnvFactory) -> tuple[End, str]:
@@ -162,7 +161,7 @@ class _Episode:
                 raise  # somebody else's deadline
             if self._end is not None:
                 return self._end, why  # it was the look ahead that took too long
-            end, limit = _TIMEOUTS[error.what]
+            end, limit = TIMEOUTS[error.what]
             seconds = getattr(self._limits, limit)
             return end, self._where(f"{error.what} must finish within {seconds:g} s: it did not (Limits.{limit})")
         except EndpointError as error:
@@ -173,30 +172,28 @@ class _Episode:
             return End.env_error, self._where(str(error))
 
     async def _play(self, env_factory: EnvFactory) -> End:
-        loop, limits = asyncio.get_running_loop(), self._limits
-        rollout_end_s = loop.time() + limits.rollout_timeout_s
-        self._limit_s, self._limit_what = rollout_end_s, "rollout"
+        self._waits.begin_rollout()
         history = await self._reset(env_factory)
         while True:
             # 1. Stop where the collector's limits say so.
             turn = len(self._turns)
-            if turn >= limits.max_turns:
+            if history.turns >= self._limits.max_turns:
                 return End.turn_limit
             sampling = self._allowed_sampling()
             if sampling is None:
                 return End.token_limit
-            turn_end_s = loop.time() + limits.turn_timeout_s
-            if turn_end_s < rollout_end_s:
-                self._limit_s, self._limit_what = turn_end_s, "turn"
-            else:
-                self._limit_s, self._limit_what = rollout_end_s, "rollout"
+            self._waits.begin_turn()
             # 2. Decide what the model sees, and sample what it does.
-            snapshot = await self._snapshot() if self._keep_snapshots else None
+            snapshot = await self._env.snapshot() if self._keep_snapshots else None
             shown = await self._shown(history)
-            sampled = await self._sample(shown, sampling, turn)
-            if self._is_too_long(sampled.completion):
-                self._keep_last_context(sampled.completion)
-                return End.context_overflow
+            injection = self._injection
+            if injection is not None and injection.is_due(self._seed, turn, sum(t.injected for t in self._turns)):
+                sampled = await self._inject(injection, shown, turn)
+            else:
+                sampled = await self._sample(shown, sampling, turn)
+                if self._is_too_long(sampled.completion):
+                    self._keep_last_context(sampled.completion)
+                    return End.context_overflow
             # 3. Record it before anything else can fail.
             self._record(sampled, turn, snapshot)
             # 4. Let the environment answer.
@@ -205,18 +202,14 @@ class _Episode:
                 return end
 
     async def _reset(self, env_factory: EnvFactory) -> History:
-        async def make_env() -> None:
-            self._env = env_factory()
-
-        await self._calls.run("the environment factory", EnvError, make_env)
-        if self._keep_snapshots and not isinstance(self._env, SnapshotEnv):
-            raise ConfigError(
-                f"keep_snapshots needs snapshot() and restore(): {type(self._env).__name__} has not both; "
-                "turn it off or give the environment snapshots"
-            )
-        observation = await self._in_env("reset", cast(Env, self._env).reset, self._task, self._env_seed)
-        check_start(observation)
+        env, start = self._env, self._start
+        await env.make(env_factory, needs_snapshots=self._keep_snapshots or start is not None)
+        observation = await env.reset(self._task, self._env_seed)
         self._tools = observation.tools
+        if start is not None:
+            await env.restore(start.snapshot, derive_seed(self._env_seed, "restore"))
+            self._history = History.of(start.messages)
+            return self._history
         head = [Message("system", observation.system)] if observation.system else []
         # The model must be told something: the task's own words stand in for an empty first observation.
         head += answer_messages(observation) or [Message("user", self._task.prompt)]
@@ -242,7 +235,7 @@ class _Episode:
             shown = self._context(history)
             return await shown if inspect.isawaitable(shown) else shown
 
-        self._wait_for("context")
+        self._waits.wait_for("context")
         length = len(history)
         shown = await self._calls.run("the context function", ToolError, ask)
         if len(history) != length:
@@ -252,7 +245,7 @@ class _Episode:
         return shown
 
     async def _sample(self, shown: Sequence[Message], sampling: Sampling, turn: int) -> "_Sampled":
-        self._wait_for("completion")
+        self._waits.wait_for("completion")
         asked_s = self._now()
         completion = await self._endpoint.complete(
             shown,
@@ -282,19 +275,32 @@ class _Episode:
         if limit is None or len(completion.prompt_token_ids) <= limit:  # learners may be sized for the limit
             self._recorder.add_last_context(completion.prompt_token_ids)
 
+    async def _inject(self, injection: Injection, shown: Sequence[Message], turn: int) -> "_Sampled":
+        self._waits.wait_for("injection")
+        asked_s = self._now()
+        action = await self._calls.run("the injection", ToolError, injection.act, shown, self._seed, turn)
+        version = self._endpoint.policy_version
+        completion = Completion(
+            action.text, tool_calls=action.tool_calls, version_sent=version, version_received=version
+        )
+        return _Sampled(completion, self._now() - asked_s, is_injected=True)
+
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self._limits.max_context_tokens
         return limit is not None and len(completion.prompt_token_ids) + len(completion.token_ids) > limit
 
     def _record(self, sampled: "_Sampled", turn: int, snapshot: Snapshot | None) -> None:
-        sampled.segment, sampled.start, sampled.length = self._recorder.add(sampled.completion, turn)
+        if sampled.is_injected:
+            sampled.segment, sampled.start = self._recorder.position()
+        else:
+            sampled.segment, sampled.start, sampled.length = self._recorder.add(sampled.completion, turn)
         sampled.snapshot = snapshot
         self._pending = sampled
 
     async def _step(self, history: History, sampled: "_Sampled") -> End | None:
         completion = sampled.completion
         asked_s = self._now()
-        step = await self._in_env("step", cast(Env, self._env).step, Action(completion.text, completion.tool_calls))
+        step = await self._env.step(Action(completion.text, completion.tool_calls))
         rewards = checked_rewards(step)
         turn = self._turn(sampled, step, rewards, self._now() - asked_s)
         self._turns.append(turn)
@@ -303,24 +309,6 @@ class _Episode:
         if (tell := self._events.turn_finished) is not None:
             tell(TurnFinished(self._id, turn))
         return step.end
-
-    def _wait_for(self, what: str) -> None:
-        """Set the deadline of the turn or the rollout, whichever is nearer; the turn's names what it waits for."""
-        self._deadline.set(self._limit_s, what if self._limit_what == "turn" else self._limit_what)
-
-    async def _snapshot(self) -> Snapshot:
-        snapshot = await self._in_env("snapshot", cast(SnapshotEnv, self._env).snapshot)
-        check_snapshot(snapshot)
-        return snapshot
-
-    async def _in_env(self, what: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Await a call into the environment within the tool deadline; whatever it raises becomes an EnvError."""
-        tool_end_s = asyncio.get_running_loop().time() + self._limits.tool_timeout_s
-        if tool_end_s < self._limit_s:
-            self._deadline.set(tool_end_s, f"env.{what}")
-        else:
-            self._wait_for(f"turn.{what}")
-        return await self._calls.run(f"env.{what}", EnvError, call, *args, **kwargs)
 
     def _turn(self, sampled: "_Sampled", step: Step | None, rewards: dict[str, float], env_s: float) -> Turn:
         completion = sampled.completion
@@ -335,6 +323,7 @@ class _Episode:
             observation=answer_text(step.observation) if step is not None else "",
             rewards=rewards,
             valid=bool(step.valid) if step is not None else True,
+            injected=sampled.is_injected,
             version_sent=completion.version_sent,
             version_received=completion.version_received,
             model_s=sampled.model_s,
@@ -345,26 +334,26 @@ class _Episode:
 
     async def aclose(self) -> None:
         """Close the environment, if there is one; see `close_env`."""
-        env, self._env = self._env, None
-        if env is not None:
-            await close_env(env, timeout_s=self._limits.close_timeout_s, owner=f"trajectory {self._id}")
+        await self._env.aclose(timeout_s=self._limits.close_timeout_s, owner=f"trajectory {self._id}")
 
     def finish(self, end: End, error: str) -> Trajectory:
         """Return the record as it stands and tell the events."""
-        messages = list(self._history.messages) if self._history is not None else []
-        is_whole = self._pending is not None or self._recorder.knows_last_context
-        if self._pending is not None:
-            # Its tokens are in the segments, so the turn must be among the turns, answered or not.
-            messages.append(_said(self._pending.completion))
-            self._turns.append(self._turn(self._pending, None, {}, 0.0))
-            self._pending = None
         recorder = self._recorder
+        messages = list(self._history.messages) if self._history is not None else []
+        pending = self._pending
+        is_whole = recorder.knows_last_context or (pending is not None and not pending.is_injected)
+        if pending is not None:
+            # Its tokens are in the segments, so the turn must be among the turns, answered or not.
+            messages.append(_said(pending.completion))
+            self._turns.append(self._turn(pending, None, {}, 0.0))
+            self._pending = None
         trajectory = Trajectory(
             id=self._id,
             task=self._task,
             group_id=self._group_id,
             member=self._member,
             seed=self._seed,
+            restarted_from=self._start.restarted_from if self._start is not None else None,
             turns=tuple(self._turns),
             segments=recorder.segments(),
             end=end,
@@ -388,26 +377,14 @@ class _Episode:
 class _Sampled:
     """A completion and what the record needs to know about it until the environment has answered."""
 
-    __slots__ = ("completion", "length", "model_s", "segment", "snapshot", "start")
+    __slots__ = ("completion", "is_injected", "length", "model_s", "segment", "snapshot", "start")
 
-    def __init__(self, completion: Completion, model_s: float) -> None:
+    def __init__(self, completion: Completion, model_s: float, *, is_injected: bool = False) -> None:
         self.completion = completion
         self.model_s = model_s
+        self.is_injected = is_injected
         self.segment = self.start = self.length = 0
         self.snapshot: Snapshot | None = None
-
-
-_TIMEOUTS = {
-    "rollout": (End.timeout, "rollout_timeout_s"),
-    "context": (End.tool_error, "turn_timeout_s"),
-    "completion": (End.endpoint_error, "turn_timeout_s"),
-    "turn.step": (End.env_error, "turn_timeout_s"),
-    "turn.snapshot": (End.env_error, "turn_timeout_s"),
-    "env.reset": (End.env_error, "tool_timeout_s"),
-    "env.step": (End.env_error, "tool_timeout_s"),
-    "env.snapshot": (End.env_error, "tool_timeout_s"),
-}
-"""What running into each deadline means: a hanging server or environment is a failure, a slow episode is cut short."""
 
 
 def _said(completion: Completion) -> Message:

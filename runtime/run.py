@@ -18,9 +18,11 @@ from turngate.runtime.buffer import Buffer
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.events import UpdateFinished, WeightsPublished
 from turngate.runtime.gauges import RunGauges
+from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger, LedgerTotals
 from turngate.runtime.metrics import LoopLagMeter, MetricsWriter
+from turngate.runtime.restarts import Restarts, RestartStore
 from turngate.runtime.run_folder import Progress, RunFolder
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection, Collector, TaskStream
@@ -33,6 +35,7 @@ __all__ = ["Run", "TrainConfig", "TrainReport", "open_run"]
 
 _FLUSH_LINES = 64  # a crash may cost these last lines of events.jsonl; metrics.jsonl is written row by row
 _STALE_BATCHES = 4  # what a critic is given of discarded experience at most, in batches; a pause must not pile it up
+_RESTARTS = "restarts.msgpack"  # in a checkpoint, beside the learner's own files
 _log = logging.getLogger("turngate.run")
 
 
@@ -79,6 +82,8 @@ async def open_run(
     folder: RunFolder,
     config: TrainConfig,
     *,
+    restarts: Restarts | None = None,
+    injection: Injection | None = None,
     resume: bool,
 ) -> AsyncGenerator["Run"]:
     """Start the parts, from the newest checkpoint when resuming; save one more checkpoint when the run is cut short."""
@@ -88,10 +93,16 @@ async def open_run(
     progress = checkpoint[1] if checkpoint else Progress()
     served = max(runtime.endpoint.policy_version, await publisher.served_version())
     version = _first_version(progress, served)
-    folder.write_json("config.json", _describe(runtime, env, tasks, learner, config))
+    described = _describe(runtime, env, tasks, learner, config)
+    folder.write_json("config.json", described | {"restarts": repr(restarts), "injection": repr(injection)})
     async with start_learner(learner, mode=config.worker) as worker, LoopLagMeter() as loop_lag:
         await worker.load(checkpoint[0] if checkpoint else None)
-        run = Run(runtime, folder, publisher, worker, RunGauges(runtime.slots, loop_lag), progress, version)
+        gauges = RunGauges(runtime.slots, loop_lag, is_mistake=restarts.is_mistake if restarts is not None else None)
+        run = Run(runtime, folder, publisher, worker, gauges, progress, version)
+        if restarts is not None:
+            run.restarts = RestartStore(restarts)
+            if checkpoint is not None and (saved := checkpoint[0] / _RESTARTS).exists():
+                run.restarts.load_bytes(saved.read_bytes())
         run.history += folder.rewind_metrics(progress.update)
         if version > 0:
             await run.publish(version)
@@ -114,6 +125,8 @@ async def open_run(
             config=config.collection,
             seed=config.seed,
             last_contexts=getattr(learner, "needs_last_context", False),
+            restarts=run.restarts,
+            injection=injection,
         )
         run.connect(buffer, stream, collector)
         if checkpoint is None:
@@ -174,6 +187,7 @@ class Run:
     _batch: Batch | None  # taken from the buffer, not yet known to be trained on
     _unrecorded: tuple[Batch, UpdateReport] | None  # trained on, without its row of metrics yet
     history: list[dict[str, Any]]
+    restarts: RestartStore | None
 
     def __init__(
         self,
@@ -191,6 +205,7 @@ class Run:
         self.ledger = Ledger(progress.ledger)
         self._batch = self._unrecorded = None
         self.history = []
+        self.restarts = None
         self.gauges = gauges
         self.started_s = time.monotonic()
 
@@ -260,6 +275,8 @@ class Run:
         """Save the learner and the run's progress, and return the folder; an update that finished unseen counts."""
         partial = self.folder.begin_checkpoint()
         await self.worker.save(partial)
+        if self.restarts is not None:
+            (partial / _RESTARTS).write_bytes(self.restarts.to_bytes())
         update = self._update_base + self.worker.updates
         if self._batch is not None and update > self.update:
             self._unrecorded = self._batch, self.worker.report or UpdateReport({})
@@ -299,6 +316,8 @@ class Run:
         row = self.gauges.row(batch, self.buffer, self.ledger)
         version = self._version_base + update - self._update_base
         row = {"update": update, "policy_version": version, **row}
+        if self.restarts is not None:
+            row |= self.restarts.metrics()
         for name, value in report.metrics.items():
             while name in row:  # ours are what resuming and plots read, and the learner's must not be lost
                 name = f"learner_{name}"

@@ -12,8 +12,11 @@ from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.evaluation import Evaluation, summarise_episodes
 from turngate.runtime.events import EvaluationFinished, Events
+from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
+from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.rollout import run_rollout
+from turngate.runtime.scorers import Scorer, ScorerSet
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Sampling, Trajectory
@@ -36,10 +39,12 @@ class Runtime:
         context: Context | None = None,
         max_concurrent: int = 128,
         events: Events | None = None,
+        scorers: ScorerSet | Sequence[Scorer] = (),
     ) -> None:
         """Hold the parts; nothing runs until asked.
 
-        Args: max_concurrent: live rollouts at most, over training and evaluation together.
+        Args: max_concurrent: live rollouts at most, over training and evaluation together. scorers: judge every
+            episode that did not fail, while it still holds its slot; evaluations are not judged.
         """
         self.endpoint = endpoint
         self.limits = limits or Limits()
@@ -47,6 +52,7 @@ class Runtime:
         self.context = context or full()
         self.slots = Slots(max_concurrent)
         self.events = events or Events()
+        self.scorers = scorers if isinstance(scorers, ScorerSet) else ScorerSet(scorers)
 
     def __repr__(self) -> str:
         return f"<Runtime {self.endpoint!r} {self.slots!r}>"
@@ -62,13 +68,17 @@ class Runtime:
         member: int = 0,
         trajectory_id: str = "",
         sampling: Sampling | None = None,
+        keep_snapshots: bool = False,
         last_contexts: bool = False,
+        start: RestartPoint | None = None,
+        injection: Injection | None = None,
+        score: bool = True,
     ) -> Trajectory:
         """Run one episode now, without waiting for a slot; failures of env or endpoint are on the trajectory.
 
-        Args: as of `run_rollout`.
+        Args: as of `run_rollout`. score: let the scorers judge the episode, if it did not fail.
         """
-        return await run_rollout(
+        trajectory = await run_rollout(
             env,
             task,
             self.endpoint,
@@ -81,8 +91,14 @@ class Runtime:
             member=member,
             trajectory_id=trajectory_id or f"{task.id}.{seed}",
             events=self.events,
+            keep_snapshots=keep_snapshots,
             last_contexts=last_contexts,
+            start=start,
+            injection=injection,
         )
+        if score and not trajectory.end.is_failure:
+            trajectory = await self.scorers.score(trajectory, events=self.events)
+        return trajectory
 
     async def evaluate(
         self,
@@ -109,7 +125,7 @@ class Runtime:
                     id=f"eval.{index}", task=task, seed=seed, end=End.env_error, error=_STRAY_CANCELLATION
                 )
                 trajectories[index] = await self.rollout(
-                    env, task, seed=seed, trajectory_id=f"eval.{index}", sampling=sampling
+                    env, task, seed=seed, trajectory_id=f"eval.{index}", sampling=sampling, score=False
                 )
 
         with single_errors():

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -12,7 +13,9 @@ from turngate.envs.base import End, EnvFactory, Task
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.errors import ConfigError, EndpointError, EnvError, ToolError
 from turngate.runtime.events import GroupDropped, GroupFinished
+from turngate.runtime.injection import Injection
 from turngate.runtime.ledger import Ledger
+from turngate.runtime.restarts import RestartPoint, RestartStore
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Group, Trajectory
@@ -94,11 +97,24 @@ class TaskStream:
         self._requeued.append(task)
 
 
+class _Job(NamedTuple):
+    """One group to run."""
+
+    order: int
+    task: Task
+    start: RestartPoint | None
+    """None for the task's start."""
+
+    @property
+    def group_id(self) -> str:
+        return f"g{self.order}"
+
+
 class Collector:
     """Keeps the buffer supplied: submits groups through its gate and runs their members in the runtime's slots."""
 
     # State.
-    started_groups: dict[int, Task]  # by order: groups submitted and not yet consumed, for requeueing after a stop
+    started_groups: dict[int, Task]  # by order: groups from task starts submitted and not yet consumed, for requeueing
     _failures: int  # failed rollouts since the last one that came through
     _group_failures: int  # groups that came to nothing since the last one that was admitted
     _last_failure: tuple[type[EnvError | ToolError | EndpointError], str]  # of a rollout
@@ -116,9 +132,15 @@ class Collector:
         config: Collection,
         seed: int,
         last_contexts: bool = False,
+        restarts: RestartStore | None = None,
+        injection: Injection | None = None,
     ) -> None:
-        """Wire the parts; `run` does the work. `last_contexts` is for every rollout, as in `run_rollout`."""
-        self._last_contexts = last_contexts
+        """Wire the parts; `run` does the work. `last_contexts` is for every rollout, as in `run_rollout`.
+
+        Args: restarts: states that some groups start from; fed by the others.
+            injection: acts in some turns of groups from task starts; those from a kept state are left alone.
+        """
+        self._last_contexts, self._restarts, self._injection = last_contexts, restarts, injection
         self._runtime, self._env, self._tasks = runtime, env, tasks
         self._buffer, self._ledger, self._config, self._seed = buffer, ledger, config, seed
         self.started_groups = {}
@@ -135,10 +157,7 @@ class Collector:
         async with anyio.create_task_group() as tg:
             while True:
                 await self._buffer.wait_capacity()
-                order = self._buffer.submit()
-                task = self._tasks.next()
-                self.started_groups[order] = task
-                tg.start_soon(self._run_group, order, task)
+                tg.start_soon(self._run_group, self._next_job(self._buffer.submit()))
                 # A new version opens the gate for a whole batch at once: started in one go, its first requests would
                 # hold the event loop for tens of milliseconds.
                 await asyncio.sleep(0)
@@ -147,7 +166,8 @@ class Collector:
         """Count a group that the buffer discarded as too old, and run its task again."""
         self._ledger.drop([t.id for t in group.trajectories], "stale")
         staleness = self._buffer.policy_version - group.version_range()[0]
-        self._give_up(group.order, group.task, "stale", group.trajectories, staleness)
+        is_restart = group.restarted_from is not None
+        self._give_up(group.order, group.task, "stale", group.trajectories, staleness, requeue=not is_restart)
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the task ids of groups that were submitted and not yet trained on, oldest first."""
@@ -156,26 +176,49 @@ class Collector:
     def consumed(self, groups: Sequence[Group]) -> None:
         """Forget groups that the learner has trained on."""
         for group in groups:
-            self.started_groups.pop(group.order, None)
-            self._requeue_counts.pop(group.task.id, None)
+            if group.restarted_from is None:
+                self.started_groups.pop(group.order, None)
+                self._requeue_counts.pop(group.task.id, None)
 
-    async def _run_group(self, order: int, task: Task) -> None:
-        group_id = f"g{order}"
+    def _next_job(self, order: int) -> _Job:
+        """Return what a submitted group runs: a kept state, or the start of the stream's next task."""
+        start: RestartPoint | None = None
+        if self._restarts is not None:
+            random = Random(derive_seed(self._seed, "restart", order))
+            start = self._restarts.draw(self._buffer.policy_version, random)
+        if start is not None:
+            return _Job(order, start.task, start)
+        self.started_groups[order] = task = self._tasks.next()
+        return _Job(order, task, None)
+
+    def _learn_restarts(self, group: Group, start: RestartPoint | None) -> None:
+        if self._restarts is None:
+            return
+        if start is None:
+            self._restarts.harvest(group)
+        else:
+            self._restarts.report(start, group.trajectories)
+
+    async def _run_group(self, job: _Job) -> None:
+        order, task, start = job
         members: list[Trajectory] = []
         stored = False
         try:
             async with anyio.create_task_group() as tg:
                 for member in range(self._config.group_size):
-                    tg.start_soon(self._run_member, order, group_id, task, member, members)
+                    tg.start_soon(self._run_member, job, member, members)
             members.sort(key=lambda t: t.member)
             ids = [t.id for t in members]
             if len(members) < self._config.min_group:
                 self._ledger.drop(ids, "group_incomplete")
                 lost, members = members, []  # dropped once, whatever the next lines raise
-                self._give_up(order, task, "group_incomplete", lost)
-                self._count_group_failure(group_id)
+                self._give_up(order, task, "group_incomplete", lost, requeue=start is None)
+                if start is not None and self._restarts is not None:
+                    self._restarts.discard(start)  # it may be one that cannot be restored
+                self._count_group_failure(job.group_id)
                 return
-            group = Group(id=group_id, task=task, order=order, trajectories=tuple(members))
+            group = Group(id=job.group_id, task=task, order=order, trajectories=tuple(members))
+            self._learn_restarts(group, start)
             self._ledger.admit(ids)
             self._group_failures = 0
             stored = True
@@ -190,30 +233,32 @@ class Collector:
             if not stored:
                 self._buffer.withdraw(order)
 
-    async def _run_member(self, order: int, group_id: str, task: Task, member: int, members: list[Trajectory]) -> None:
+    async def _run_member(self, job: _Job, member: int, members: list[Trajectory]) -> None:
         for attempt in range(1 + self._config.refills):
-            trajectory_id = f"{group_id}.{member}" + (f".{attempt}" if attempt else "")
-            trajectory = await self._run_one(order, group_id, task, member, trajectory_id)
+            trajectory_id = f"{job.group_id}.{member}" + (f".{attempt}" if attempt else "")
+            trajectory = await self._run_one(job, member, trajectory_id)
             if trajectory is not None:
                 members.append(trajectory)
                 return
 
-    async def _run_one(
-        self, order: int, group_id: str, task: Task, member: int, trajectory_id: str
-    ) -> Trajectory | None:
+    async def _run_one(self, job: _Job, member: int, trajectory_id: str) -> Trajectory | None:
+        group_id, is_root = job.group_id, job.start is None
         self._ledger.draw(trajectory_id)
         try:
-            async with self._runtime.slots.hold(order):
+            async with self._runtime.slots.hold(job.order):
                 self._ledger.start(trajectory_id)
                 trajectory = await self._runtime.rollout(
                     self._env,
-                    task,
+                    job.task,
                     seed=derive_seed(self._seed, "rollout", trajectory_id),
                     env_seed=derive_seed(self._seed, "env", group_id) if self._config.share_env_seed else None,
                     group_id=group_id,
                     member=member,
                     trajectory_id=trajectory_id,
+                    keep_snapshots=self._restarts is not None and is_root,
                     last_contexts=self._last_contexts,
+                    start=job.start,
+                    injection=self._injection if is_root else None,
                 )
             reason = self._unusable(trajectory)
         except BaseException:
@@ -266,12 +311,23 @@ class Collector:
                 "refills or group_failure_limit"
             )
 
-    def _give_up(self, order: int, task: Task, reason: str, members: Sequence[Trajectory], staleness: int = 0) -> None:
-        self.started_groups.pop(order, None)
-        count = self._requeue_counts.get(task.id, 0) + 1
-        self._requeue_counts[task.id] = count
-        if count <= self._config.requeues:
-            self._tasks.requeue(task)
+    def _give_up(
+        self,
+        order: int,
+        task: Task,
+        reason: str,
+        members: Sequence[Trajectory],
+        staleness: int = 0,
+        *,
+        requeue: bool,
+    ) -> None:
+        """Tell of a group that came to nothing; its task is run again, unless it started from a kept state."""
+        if requeue:
+            self.started_groups.pop(order, None)
+            count = self._requeue_counts.get(task.id, 0) + 1
+            self._requeue_counts[task.id] = count
+            if count <= self._config.requeues:
+                self._tasks.requeue(task)
         if (hear := self._runtime.events.group_dropped) is not None:
             tokens = sum(t.policy_tokens for t in members)
             hear(GroupDropped(f"g{order}", task.id, reason, len(members), tokens, staleness))

@@ -7,7 +7,9 @@ import anyio
 
 from turngate.envs.base import EnvFactory, Task
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner, check_learner
+from turngate.runtime.restarts import Restarts
 from turngate.runtime.run import Run, TrainConfig, TrainReport, open_run
 from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
@@ -39,6 +41,8 @@ async def train(
     checkpoint_every: int = 25,
     keep_trajectories_every: int = 25,
     stop_timeout_s: float = 120.0,
+    restarts: Restarts | None = None,
+    injection: Injection | None = None,
     resume: bool = False,
     seed: int = 0,
 ) -> TrainReport:
@@ -50,6 +54,8 @@ async def train(
     from the newest checkpoint; rollouts that were unfinished are counted as dropped, and run again.
 
     Args: collection: how failures are refilled; replaces `group_size`.
+        restarts: start some groups from states reached through mistakes; the environment must be a SnapshotEnv.
+        injection: let something else act in the policy's place now and then, in groups from task starts.
     Raises: ConfigError: what was asked for cannot work. LearnerError, PublishError, EndpointError, EnvError: the part
         named failed for good; the newest checkpoint is kept.
     """
@@ -70,7 +76,19 @@ async def train(
     )
     folder = RunFolder(Path(run_dir), resume=resume)
     with exit_on_sigterm():
-        async with open_run(runtime, env, tasks, learner, publisher, folder, config, resume=resume) as run:
+        opened = open_run(
+            runtime,
+            env,
+            tasks,
+            learner,
+            publisher,
+            folder,
+            config,
+            restarts=restarts,
+            injection=injection,
+            resume=resume,
+        )
+        async with opened as run:
             with single_errors():
                 await _loop(run, config)
     return run.report()

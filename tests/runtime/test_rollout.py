@@ -638,7 +638,7 @@ def test_snapshots_are_kept_from_before_each_action():
     states = [turn.snapshot.data for turn in trajectory.turns]
     assert states[0] == b"[2,[]]"
     assert states[1].startswith(b'[2,["')
-    with pytest.raises(ConfigError, match=r"keep_snapshots needs snapshot\(\) and restore\(\): EchoEnv"):
+    with pytest.raises(ConfigError, match=r"keep_snapshots and restarts need snapshot\(\) and restore\(\): EchoEnv"):
         run_virtual(run_rollout(EchoEnv, TASK, FakeEndpoint(["one"]), keep_snapshots=True))
 
 
