@@ -24,6 +24,7 @@ __all__ = [
     "TraceKind",
     "TurnSteps",
     "VTrace",
+    "check_truncation",
     "q_one_step",
     "replay_weights",
     "retrace",
@@ -100,6 +101,16 @@ def turn_log_ratios(logprobs_N: Tensor, behaviour_logprobs_N: Tensor, turn_ids_N
     return unit_sums(gaps, turn_ids_N[inside], turns)
 
 
+def check_truncation(*, rho_bar: float | None, c_bar: float | None) -> None:
+    """Raise ConfigError unless rho_bar >= c_bar > 0; None is infinite."""
+    _check_positive(rho_bar=rho_bar, c_bar=c_bar)
+    if (math.inf if rho_bar is None else rho_bar) < (math.inf if c_bar is None else c_bar):
+        raise ConfigError(
+            f"rho_bar must be at least c_bar: got {rho_bar} and {c_bar} (None is infinite); traces longer than the "
+            "errors they carry lose the contraction (1802.01561)"
+        )
+
+
 def vtrace(
     rewards_T: Tensor,
     values_T: Tensor,
@@ -122,7 +133,8 @@ def vtrace(
     LearnerError: a number is not finite (log-ratios may be -inf).
     """
     _check_range(gamma=gamma, lam=lam)
-    _check_truncation(rho_bar, c_bar, pg_rho_bar)
+    check_truncation(rho_bar=rho_bar, c_bar=c_bar)
+    _check_positive(pg_rho_bar=pg_rho_bar)
     rewards, values, logs = _columns(rewards=rewards_T, values=values_T, log_ratios=log_ratios_T)
     _check_finite(bootstrap=[bootstrap])
     targets, advantages = [0.0] * len(values), [0.0] * len(values)
@@ -303,12 +315,3 @@ def _check_positive(**caps: float | None) -> None:
     for name, cap in caps.items():
         if cap is not None and not cap > 0:
             raise ConfigError(f"{name} must be above 0: got {cap}; None truncates nothing")
-
-
-def _check_truncation(rho_bar: float | None, c_bar: float | None, pg_rho_bar: float | None) -> None:
-    _check_positive(rho_bar=rho_bar, c_bar=c_bar, pg_rho_bar=pg_rho_bar)
-    if (math.inf if rho_bar is None else rho_bar) < (math.inf if c_bar is None else c_bar):
-        raise ConfigError(
-            f"rho_bar must be at least c_bar: got {rho_bar} and {c_bar} (None is infinite); traces longer than the "
-            "errors they carry lose the contraction (1802.01561)"
-        )

@@ -59,7 +59,7 @@ def value_loss_clipped(
         return ValueLoss(0.5 * plain, torch.zeros_like(mask))
     moved = values - old_values
     clipped = (old_values + moved.clamp(-eps, eps) - targets).square()
-    # Within eps both are the same number but for rounding, which must not cost a gradient.
+    # Within eps both are the same number but for rounding, which must not count.
     is_clipped = mask & (moved.detach().abs() > eps) & (clipped > plain).detach()
     return ValueLoss(0.5 * torch.where(is_clipped, clipped, plain), is_clipped)
 

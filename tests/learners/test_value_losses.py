@@ -52,10 +52,12 @@ def test_without_eps_it_is_half_the_squared_error() -> None:
     assert not out.is_clipped.any()
 
 
-def test_rounding_inside_the_clip_range_costs_no_gradient() -> None:
+def test_rounding_inside_the_clip_range_does_not_count_as_clipped() -> None:
     # -0.05 + (0.17 + 0.05) is 0.17000000000000004.
     values = tensor(0.17).requires_grad_()
-    value_loss_clipped(values, tensor(-0.05), tensor(0.0), torch.tensor([True]), eps=0.5).loss.sum().backward()
+    out = value_loss_clipped(values, tensor(-0.05), tensor(0.0), torch.tensor([True]), eps=0.5)
+    assert not out.is_clipped.any()
+    out.loss.sum().backward()
     assert values.grad.item() == pytest.approx(0.17)
 
 
