@@ -28,6 +28,7 @@ __all__ = [
     "GroupFinished",
     "RolloutFinished",
     "RolloutStarted",
+    "ScoringFailed",
     "TurnFinished",
     "UpdateFinished",
     "WeightsPublished",
@@ -56,6 +57,17 @@ class RolloutFinished(msgspec.Struct, frozen=True):
     """An episode ended, in whatever way; its environment is closed."""
 
     trajectory: Trajectory
+
+
+class ScoringFailed(msgspec.Struct, frozen=True):
+    """A scorer left some or all turns of an episode without its score; the episode is as good as before."""
+
+    trajectory_id: str
+    scorer: str
+    reason: str
+    """`error`, `timeout`, `malformed`, `not_finite`."""
+    error: str
+    """What happened, in words."""
 
 
 class GroupFinished(msgspec.Struct, frozen=True):
@@ -124,6 +136,7 @@ Event: TypeAlias = (
     RolloutStarted
     | TurnFinished
     | RolloutFinished
+    | ScoringFailed
     | GroupFinished
     | GroupDropped
     | BatchTaken
@@ -148,6 +161,7 @@ class Events:
         "group_finished",
         "rollout_finished",
         "rollout_started",
+        "scoring_failed",
         "turn_finished",
         "update_finished",
         "weights_published",
@@ -157,6 +171,7 @@ class Events:
         RolloutStarted: "rollout_started",
         TurnFinished: "turn_finished",
         RolloutFinished: "rollout_finished",
+        ScoringFailed: "scoring_failed",
         GroupFinished: "group_finished",
         GroupDropped: "group_dropped",
         BatchTaken: "batch_taken",
@@ -170,6 +185,7 @@ class Events:
         self.rollout_started: Callable[[RolloutStarted], None] | None = None
         self.turn_finished: Callable[[TurnFinished], None] | None = None
         self.rollout_finished: Callable[[RolloutFinished], None] | None = None
+        self.scoring_failed: Callable[[ScoringFailed], None] | None = None
         self.group_finished: Callable[[GroupFinished], None] | None = None
         self.group_dropped: Callable[[GroupDropped], None] | None = None
         self.batch_taken: Callable[[BatchTaken], None] | None = None
