@@ -23,7 +23,8 @@ def test_a_conversation_is_rendered_role_content_end():
 
 
 @given(st.text(st.characters(codec="utf-8")), st.text(st.characters(codec="utf-8")))
-def test_a_history_with_the_reply_extends_the_prompt_and_the_sampled_ids(question, answer):
+def test_b2_15_a_history_with_the_reply_extends_the_prompt_and_the_sampled_ids(question, answer):
+    # Decoding and encoding a reply again must not change its ids (huggingface/trl#6250, sgl-project/sglang#26555).
     history = [Message("user", question)]
     sampled = [*TOKENIZER.encode(answer), TOKENIZER.end]
     extended = render([*history, Message("assistant", answer), Message("user", "next")], TOKENIZER)
