@@ -153,7 +153,7 @@ def mixed_with_uniform(scores_P: Sequence[float], *, floor: float) -> list[float
         raise ConfigError(f"scores must be finite and not negative: got {list(scores_P)}")
     total, count = math.fsum(scores_P), len(scores_P)
     if total == 0:
-        return [1 / count] * count
+        return [1 / count] * count if count else []
     return [(1 - floor) * score / total + floor / count for score in scores_P]
 
 

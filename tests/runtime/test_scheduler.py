@@ -1,19 +1,21 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
-from turngate.envs.base import End, Task
+from turngate.envs.base import End, Snapshot, Task
 from turngate.envs.fakes import EchoEnv
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.errors import ConfigError, EnvError
 from turngate.runtime.events import GroupDropped, GroupFinished
 from turngate.runtime.ledger import Ledger
+from turngate.runtime.restarts import RestartPoint, Restarts, RestartStore
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection, Collector, TaskStream
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.testing import FakeEndpoint
-from turngate.runtime.types import Segment, Trajectory, Turn
+from turngate.runtime.types import Group, Message, Segment, Trajectory, Turn
 
 TASKS = [Task(str(n)) for n in range(5)]
 
@@ -64,10 +66,14 @@ class ScriptedRuntime(Runtime):
     def __init__(self, script: Script, *, max_concurrent: int = 8) -> None:
         super().__init__(FakeEndpoint(["one"]), max_concurrent=max_concurrent)
         self.script, self.seeds = script, dict[str, int]()
+        self.starts = dict[str, RestartPoint | None]()
         self.blocked = asyncio.Event()
 
-    async def rollout(self, env, task, *, seed=0, env_seed=None, group_id="", member=0, trajectory_id="", **_):
+    async def rollout(
+        self, env, task, *, seed=0, env_seed=None, group_id="", member=0, trajectory_id="", start=None, **_
+    ):
         self.seeds[trajectory_id] = env_seed
+        self.starts[trajectory_id] = start
         await asyncio.sleep(0)
         end = self.script(trajectory_id, env_seed or 0)
         if end is End.cancelled:
@@ -78,16 +84,31 @@ class ScriptedRuntime(Runtime):
         )
         turn = Turn(index=0, segment=0, start=0, length=length, text="")
         error = "scripted" if end.is_failure else ""
+        # Turn 0 is a mistake; the state after it is worth starting from.
+        turns = (msgspec.structs.replace(turn, valid=False), Turn(
+            index=1, segment=0, start=length, length=0, text="", snapshot=Snapshot("scripted", b""),
+        ))  # fmt: skip
+        said = Message("assistant", "")
         return Trajectory(
             id=trajectory_id, task=task, group_id=group_id, member=member, end=end, error=error,
-            turns=(turn,), segments=(segment,),
+            turns=turns, segments=(segment,), messages=(Message("user", "go"), said, said),
+            restarted_from=start.restarted_from if start is not None else None,
         )  # fmt: skip
 
 
 class Lab:
     """A collector with its neighbours, run until nothing moves any more."""
 
-    def __init__(self, script: Script, *, late: str = "wait", groups: int = 2, **config: int | bool) -> None:
+    def __init__(
+        self,
+        script: Script,
+        *,
+        late: str = "wait",
+        groups: int = 2,
+        restarts: Restarts | None = None,
+        **config: int | bool,
+    ) -> None:
+        self.restarts = None if restarts is None else RestartStore(restarts)
         self.runtime = ScriptedRuntime(script)
         self.ledger = Ledger()
         self.stream = TaskStream(TASKS, seed=0)
@@ -98,7 +119,7 @@ class Lab:
         )
         self.collector = Collector(
             self.runtime, EchoEnv, self.stream, buffer=self.buffer, ledger=self.ledger,
-            config=Collection(group_size=3, **config), seed=5,
+            config=Collection(group_size=3, **config), seed=5, restarts=self.restarts,
         )  # fmt: skip
         self.dropped: list[GroupDropped] = []
         self.finished: list[GroupFinished] = []
@@ -236,3 +257,81 @@ async def test_a_group_that_is_admitted_lets_the_count_of_lost_groups_start_agai
 def test_counts_that_would_spin_for_ever_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="0 or more"):
         Collection(**bad)
+
+
+# Restart groups.
+
+
+def consume(lab: Lab, batches: int) -> list[Group]:
+    """Train on what is ready, as a run does, and return it."""
+    groups: list[Group] = []
+    for _ in range(batches):
+        batch = lab.buffer.take_now()
+        assert batch is not None
+        lab.ledger.train([t.id for g in batch.groups for t in g.trajectories])
+        lab.collector.consumed(batch.groups)
+        lab.buffer.advance(lab.buffer.policy_version + 1)
+        groups += batch.groups
+    return groups
+
+
+async def test_b8_1_restart_members_are_never_in_a_group_with_root_members() -> None:
+    # One baseline over both would compare episodes that had different starts.
+    lab = Lab(lambda *_: End.success, groups=40, restarts=Restarts(share=0.5))
+    await lab.run()
+    groups = consume(lab, 1)
+    origins = [{t.restarted_from for t in g.trajectories} for g in groups]
+    assert all(len(members) == 1 for members in origins)
+    restarted = [g for g in groups if g.restarted_from is not None]
+    assert 5 < len(restarted) < 35
+    assert len({g.id for g in groups}) == 40
+    for group in restarted:
+        points = [lab.runtime.starts[t.id] for t in group.trajectories]
+        assert points[0] is not None
+        assert all(point is points[0] for point in points)
+        assert group.task.id == points[0].task.id
+    assert lab.restarts is not None
+    assert lab.restarts.statistics().tried > 0
+
+
+async def test_restart_groups_draw_no_task_and_are_not_run_again_after_a_stop() -> None:
+    lab = Lab(lambda *_: End.success, groups=20, restarts=Restarts(share=0.5))
+    await lab.run()
+    roots = sum(start is None for start in lab.runtime.starts.values()) // 3
+    assert lab.stream.position == len(lab.collector.unfinished()) == roots < 20
+    consume(lab, 1)
+    assert lab.collector.unfinished() == ()
+    lab.ledger.check()
+    assert (lab.ledger.drawn, lab.ledger.trained) == (60, 60)
+
+
+async def test_a_restart_group_that_comes_to_nothing_is_dropped_with_its_state_and_no_task_is_requeued() -> None:
+    lab: Lab
+
+    def script(name: str, _: int) -> End:
+        return End.success if lab.runtime.starts[name] is None else End.env_error
+
+    lab = Lab(script, groups=12, restarts=Restarts(share=0.5), refills=0, failure_limit=999)
+    await lab.run()
+    assert len(lab.finished) == 12  # groups from task starts took the others' places
+    assert lab.dropped
+    assert all(lab.runtime.starts[f"{event.group_id}.0"] is not None for event in lab.dropped)
+    assert lab.stream.position == 12
+    assert lab.stream.waiting() == ()
+    assert lab.restarts is not None
+    assert lab.restarts.statistics().drawn == len(lab.dropped)
+    assert lab.ledger.drawn == 36 + 3 * len(lab.dropped)
+
+
+async def test_a_stale_restart_group_is_dropped_and_no_task_is_requeued() -> None:
+    lab = Lab(lambda *_: End.success, late="drop", groups=2, restarts=Restarts(share=1.0))
+    await lab.run()
+    assert [g.restarted_from for g in consume(lab, 1)] == [None, None]
+    lab.runtime.endpoint.policy_version = 1
+    await lab.run()
+    assert lab.runtime.starts["g2.0"] is not None
+    assert lab.runtime.starts["g3.0"] is not None
+    lab.buffer.advance(2)  # eta 0: what version 1 sampled is too old
+    assert lab.ledger.dropped == {"stale": 6}
+    assert (lab.stream.position, lab.stream.waiting()) == (2, ())
+    lab.ledger.check()
