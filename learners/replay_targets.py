@@ -15,11 +15,20 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from turngate.learners.advantages.gae import gae
 from turngate.learners.mismatch import effective_sample_size
 from turngate.learners.replay import ReplayConfig
-from turngate.runtime.errors import LearnerError
+from turngate.learners.targets import TurnSteps, q_one_step, vtrace
+from turngate.runtime.errors import ConfigError, LearnerError
 
-__all__ = ["TARGET_KINDS", "ReplayTargets", "TargetChoice", "TargetKind", "choose_target"]
+__all__ = [
+    "TARGET_KINDS",
+    "ReplayTargets",
+    "TargetChoice",
+    "TargetKind",
+    "choose_target",
+    "state_value_targets",
+]
 
 TargetKind: TypeAlias = Literal["gae", "vtrace", "retrace", "one_step"]
 TARGET_KINDS: tuple[TargetKind, ...] = ("gae", "vtrace", "retrace", "one_step")
@@ -124,6 +133,38 @@ def choose_target(
     if decisive < config.min_ess_ratio:
         return choice("one_step", "low_ess")
     return choice("retrace" if is_action_value else "vtrace", "usable_ratios")
+
+
+def state_value_targets(
+    trajectories: Sequence[TurnSteps], kind: TargetKind, config: ReplayConfig, *, gamma: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Return the targets (T,) of V(h_t), per trajectory, each on its own and detached.
+
+    `one_step` is r_t + gamma V(h_{t+1}): the value of the policy that took a_t, one step long.
+    Raises: ConfigError: `retrace`, which is for action values. Else as `targets.vtrace`.
+    """
+    if kind == "retrace":
+        raise ConfigError("target retrace must have a critic of action values: got state values; use vtrace or auto")
+    return tuple(_state_value_target(steps, kind, config, gamma) for steps in trajectories)
+
+
+def _state_value_target(steps: TurnSteps, kind: TargetKind, config: ReplayConfig, gamma: float) -> Tensor:
+    rewards_T, values_T, bootstrap = steps.rewards_T, steps.values_T, steps.bootstrap
+    if kind == "gae":
+        return gae(rewards_T, values_T, bootstrap=bootstrap, gamma=gamma, lam=config.lam).targets_T
+    if kind == "one_step":
+        last_1 = values_T.new_full((min(len(values_T), 1),), 0.0 if bootstrap is None else bootstrap)
+        return q_one_step(rewards_T, torch.cat([values_T[1:], last_1]), gamma=gamma)
+    return vtrace(
+        rewards_T,
+        values_T,
+        steps.log_ratios_T,
+        bootstrap=bootstrap,
+        gamma=gamma,
+        lam=config.lam,
+        rho_bar=config.rho_bar,
+        c_bar=config.c_bar,
+    ).targets_T
 
 
 def _ess_ratio(log_weights: Tensor) -> float:

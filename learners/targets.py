@@ -1,9 +1,9 @@
 """Value targets from experience of another policy: V-trace, the Retrace family, one-step targets, weights of old data.
 
-One trajectory at a time: index t of a (T,) array belongs to turn t, `bootstrap` is the value after the last turn (0 if
-the task ended, else V of the last context), and nothing else can reach a trajectory's targets. All recursions run in
-float64; results are detached and come back in the dtype of the values. Log-ratios are those of the policy whose value
-is wanted, the current one, over the one that sampled; recompute them whenever targets are recomputed.
+One trajectory at a time: index t of a (T,) array belongs to turn t, `bootstrap` is the value after the last turn (None
+where the task ended, else V of the last context), and nothing else can reach a trajectory's targets. All recursions run
+in float64; results are detached and come back in the dtype of the values. Log-ratios are those of the policy whose
+value is wanted, the current one, over the one that sampled; recompute them whenever targets are recomputed.
 """
 
 import math
@@ -49,8 +49,8 @@ class TurnSteps:
     values_T: Tensor
     """V(h_t) before turn t, all from one evaluation."""
     log_ratios_T: Tensor
-    bootstrap: float
-    """V of the last context; 0 at terminal ends."""
+    bootstrap: float | None
+    """V of the last context; None at terminal ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def vtrace(
     values_T: Tensor,
     log_ratios_T: Tensor,
     *,
-    bootstrap: float,
+    bootstrap: float | None,
     gamma: float = 1.0,
     lam: float = 1.0,
     rho_bar: float | None = 1.0,
@@ -128,7 +128,7 @@ def vtrace(
     With log-ratios 0 the targets are lambda-returns; at -inf they are the values themselves. Truncated at `rho_bar`
     the fixed point is the value of the policy proportional to min(rho_bar * mu, pi). None truncates nothing.
     Source: Espeholt et al. 2018 (1802.01561) eq. 1; lambda and the bootstrap of the advantage as in rlax.
-    Args: bootstrap: value after the last turn, which gets a target like any other.
+    Args: bootstrap: value after the last turn, which gets a target like any other; None when the trajectory terminated.
     Raises: ConfigError: rho_bar < c_bar, or a parameter out of range. ShapeError: the arrays differ in length.
     LearnerError: a number is not finite (log-ratios may be -inf).
     """
@@ -136,9 +136,8 @@ def vtrace(
     check_truncation(rho_bar=rho_bar, c_bar=c_bar)
     _check_positive(pg_rho_bar=pg_rho_bar)
     rewards, values, logs = _columns(rewards=rewards_T, values=values_T, log_ratios=log_ratios_T)
-    _check_finite(bootstrap=[bootstrap])
     targets, advantages = [0.0] * len(values), [0.0] * len(values)
-    next_value = next_target = bootstrap
+    next_value = next_target = _last_value(bootstrap)
     for t in reversed(range(len(values))):
         delta = _truncated(logs[t], rho_bar) * (rewards[t] + gamma * next_value - values[t])
         trace = lam * _truncated(logs[t], c_bar)
@@ -187,7 +186,7 @@ def retrace(
     *,
     kind: TraceKind = "retrace",
     policy_probs_T: Tensor | None = None,
-    bootstrap: float,
+    bootstrap: float | None,
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Retrace:
@@ -203,10 +202,9 @@ def retrace(
     """
     _check_range(gamma=gamma, lam=lam)
     rewards, taken, expected = _columns(rewards=rewards_T, q_values=q_values_T, policy_values=policy_values_T)
-    _check_finite(bootstrap=[bootstrap])
     traces = _traces(kind, lam, len(taken), log_ratios_T, policy_probs_T)
     targets = [0.0] * len(taken)
-    following = bootstrap
+    following = _last_value(bootstrap)
     for t in reversed(range(len(taken))):
         targets[t] = rewards[t] + gamma * following
         following = expected[t] + traces[t] * (targets[t] - taken[t])
@@ -296,6 +294,12 @@ def _columns(**arrays: Tensor) -> list[list[float]]:
 def _like(column: list[float], array: Tensor) -> Tensor:
     dtype = array.dtype if array.is_floating_point() else torch.float64
     return torch.tensor(column, dtype=torch.float64).to(device=array.device, dtype=dtype)
+
+
+def _last_value(bootstrap: float | None) -> float:
+    if bootstrap is not None and not math.isfinite(bootstrap):
+        raise LearnerError(f"bootstrap must be finite: got {bootstrap}; None says that the trajectory terminated")
+    return 0.0 if bootstrap is None else bootstrap
 
 
 def _check_finite(**columns: Sequence[float]) -> None:

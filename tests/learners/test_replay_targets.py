@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from turngate.learners.replay import ReplayConfig
-from turngate.learners.replay_targets import ReplayTargets, choose_target
-from turngate.runtime.errors import LearnerError
+from turngate.learners.replay_targets import ReplayTargets, choose_target, state_value_targets
+from turngate.learners.targets import TurnSteps
+from turngate.runtime.errors import ConfigError, LearnerError
 
 
 def logs(*trajectories: tuple[float, ...]) -> list[torch.Tensor]:
@@ -90,6 +91,41 @@ def test_log_ratios_that_are_none_are_refused(bad: float) -> None:
         choose_target(logs((0.0, bad)), ReplayConfig(), lag_max=1)
     with pytest.raises(LearnerError, match="must hold a turn"):
         choose_target([], ReplayConfig(), lag_max=1)
+
+
+def steps(*, log_ratio: float, bootstrap: float | None) -> TurnSteps:
+    rewards, values, log_ratios = logs((0.0, 1.0), (0.4, 0.6), (log_ratio, log_ratio))
+    return TurnSteps(rewards, values, log_ratios, bootstrap)
+
+
+def test_targets_of_state_values_by_hand() -> None:
+    cut, ended = steps(log_ratio=math.log(0.5), bootstrap=0.2), steps(log_ratio=0.0, bootstrap=None)
+    config = ReplayConfig(lam=0.5)
+    # Cut: errors 0.2 and 0.6, halved; the second is believed by 0.5 * 0.5. Ended: errors 0.2 and 0.4.
+    vtrace_cut, vtrace_ended = state_value_targets([cut, ended], "vtrace", config)
+    assert vtrace_cut.tolist() == pytest.approx([0.4 + 0.1 + 0.25 * 0.3, 0.6 + 0.3])
+    assert vtrace_ended.tolist() == pytest.approx([0.4 + 0.2 + 0.5 * 0.4, 1.0])
+    one_step_cut, one_step_ended = state_value_targets([cut, ended], "one_step", config)
+    assert one_step_cut.tolist() == pytest.approx([0.6, 1.2])
+    assert one_step_ended.tolist() == pytest.approx([0.6, 1.0])
+
+
+def test_gae_and_vtrace_agree_on_fresh_experience() -> None:
+    fresh = [steps(log_ratio=0.0, bootstrap=b) for b in (None, 0.7)]
+    for config in (ReplayConfig(), ReplayConfig(lam=1.0)):
+        for a, b in zip(*(state_value_targets(fresh, k, config, gamma=0.9) for k in ("gae", "vtrace")), strict=True):
+            assert a.tolist() == pytest.approx(b.tolist())
+
+
+def test_retrace_is_for_action_values() -> None:
+    with pytest.raises(ConfigError, match="action values"):
+        state_value_targets([], "retrace", ReplayConfig())
+
+
+def test_a_trajectory_without_turns_has_no_targets() -> None:
+    empty = TurnSteps(torch.zeros(0), torch.zeros(0), torch.zeros(0), 1.0)
+    for kind in ("gae", "vtrace", "one_step"):
+        assert [t.shape for t in state_value_targets([empty], kind, ReplayConfig())] == [(0,)]
 
 
 def targets(*tensors: torch.Tensor) -> ReplayTargets:

@@ -79,6 +79,13 @@ def test_impossible_actions_leave_the_values_alone() -> None:
     assert out.pg_advantages_T.tolist() == [0.0, 0.0]
 
 
+def test_nothing_follows_a_terminal_end() -> None:
+    rewards, values, logs = tensor([0.0, 1.0]), tensor([0.3, 0.5]), tensor([0.1, -0.2])
+    ended, zero = (vtrace(rewards, values, logs, bootstrap=b) for b in (None, 0.0))
+    assert ended.targets_T.tolist() == zero.targets_T.tolist()
+    assert retrace(rewards, values, values, logs, bootstrap=None).targets_T[-1].item() == 1.0
+
+
 # --- The listed mistakes
 
 
