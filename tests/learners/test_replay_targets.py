@@ -1,13 +1,17 @@
 """Which target old experience gets, and what is kept with it."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from turngate.learners.replay import ReplayConfig
+from turngate.learners.batch import lay_out
+from turngate.learners.policy_state import score_tokens
+from turngate.learners.replay import ReplayConfig, ReplayStore, as_batch
 from turngate.learners.replay_targets import ReplayTargets, choose_target, state_value_targets
-from turngate.learners.targets import TurnSteps
+from turngate.learners.targets import TurnSteps, turn_log_ratios
+from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import ConfigError, LearnerError
 
 
@@ -126,6 +130,28 @@ def test_a_trajectory_without_turns_has_no_targets() -> None:
     empty = TurnSteps(torch.zeros(0), torch.zeros(0), torch.zeros(0), 1.0)
     for kind in ("gae", "vtrace", "one_step"):
         assert [t.shape for t in state_value_targets([empty], kind, ReplayConfig())] == [(0,)]
+
+
+def test_recorded_rollouts_have_ratio_one_under_their_policy_and_not_under_another(
+    lab: Any, model: PolicyModel
+) -> None:
+    store, luck = ReplayStore(ReplayConfig(start_after=1)), torch.Generator().manual_seed(0)
+    whole = [lab.sample_trajectory(model, luck, name=f"whole{i}") for i in range(3)]
+    store.put([*whole, lab.sample_trajectory(model, luck, name="rewritten", drop_early_turns=True)], 0)
+    drawn = store.sample(4, luck, policy_version=1)
+    tokens = lay_out(as_batch(drawn, policy_version=1), [[True]] * 4, vocabulary_size=model.config.vocab_size)
+
+    def ratios(policy: PolicyModel) -> list[torch.Tensor]:
+        logprobs_N, _ = score_tokens(policy, tokens, temperature=1.0, microbatch_tokens=256)
+        mine = [tokens.trajectory_ids_N == i for i in range(4)]
+        return [
+            turn_log_ratios(logprobs_N[at], tokens.behaviour_logprobs_N[at], tokens.turn_ids_N[at], turns=len(t.turns))
+            for at, t in zip(mine, drawn, strict=True)
+        ]
+
+    assert torch.cat(ratios(model)).abs().max() < 1e-4
+    assert choose_target(ratios(model), store.config, lag_max=1).ess_ratio == pytest.approx(1.0, abs=1e-6)
+    assert torch.cat(ratios(lab.make_model(seed=1))).abs().min() > 1e-4
 
 
 def targets(*tensors: torch.Tensor) -> ReplayTargets:
