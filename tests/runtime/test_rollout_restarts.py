@@ -237,7 +237,7 @@ def test_an_injected_action_that_was_not_answered_is_not_in_the_last_context() -
             await asyncio.sleep(2 if action.text == "own" else 60)
             return await super().step(action)
 
-    class Second(Injection):
+    class Second(Injection, frozen=True):
         def is_due(self, seed: int, turn: int, injected: int) -> bool:
             return turn == 1
 

@@ -3,7 +3,7 @@
 Adapters read params and inputs, never a case's name. A new area writes its module and adds it to `AREAS`.
 """
 
-from tests.learners.vector_adapters import credit, ends, group, losses, shaping, staleness, targets
+from tests.learners.vector_adapters import credit, ends, group, losses, recovery, shaping, staleness, targets
 from tests.learners.vector_adapters.case import Adapter, Case, Values, numbers
 
 __all__ = ["ADAPTERS", "Case", "Values", "numbers", "run"]
@@ -13,6 +13,7 @@ AREAS = (
     ends.ADAPTERS,
     group.ADAPTERS,
     losses.ADAPTERS,
+    recovery.ADAPTERS,
     shaping.ADAPTERS,
     staleness.ADAPTERS,
     targets.ADAPTERS,
