@@ -4,22 +4,26 @@ A number that the data does not define is None in the functions and absent from 
 with nothing to explain is neither good nor bad. Everything in float64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from turngate.envs.base import End
 from turngate.learners.ratios import check_shapes
 from turngate.runtime.errors import ConfigError, LearnerError
 
 __all__ = [
     "SuccessPredictions",
     "ValuePredictions",
+    "bootstrap_share",
     "brier_score",
     "expected_calibration_error",
     "explained_variance",
     "success_auc",
     "success_metrics",
+    "token_turn_gap",
     "value_metrics",
 ]
 
@@ -95,6 +99,25 @@ def success_auc(scores_P: Tensor, is_success_P: Tensor) -> float | None:
     ranks = counts.cumsum(0) - (counts - 1) / 2
     rank_sum = float(ranks[inverse_P][is_success].to(torch.float64).sum())
     return (rank_sum - n_success * (n_success + 1) / 2) / (n_success * n_failure)
+
+
+def bootstrap_share(ends: Sequence[End]) -> float | None:
+    """Return the fraction of trajectories whose targets hold a predicted value: the truncated of those that count.
+
+    None when none counts; failures of the machinery have no target.
+    """
+    counted = [end for end in ends if not end.is_failure]
+    return sum(end.is_truncation for end in counted) / len(counted) if counted else None
+
+
+def token_turn_gap(last_token_targets_P: Tensor, turn_targets_P: Tensor) -> float | None:
+    """Return the largest distance between Q of an action's last token and Q of the action, which are one number.
+
+    None without actions. Anything above rounding says that the two levels were computed from different ends, values
+    or rewards.
+    """
+    of_tokens, of_turns = _finite(last_token_targets=last_token_targets_P, turn_targets=turn_targets_P)
+    return float((of_tokens - of_turns).abs().max()) if len(of_turns) else None
 
 
 def value_metrics(predictions: ValuePredictions, *, max_turns: int = 8) -> dict[str, float]:

@@ -7,15 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turngate.envs.base import End
 from turngate.learners.ratios import ShapeError
 from turngate.learners.value_metrics import (
     SuccessPredictions,
     ValuePredictions,
+    bootstrap_share,
     brier_score,
     expected_calibration_error,
     explained_variance,
     success_auc,
     success_metrics,
+    token_turn_gap,
     value_metrics,
 )
 from turngate.runtime.errors import ConfigError, LearnerError
@@ -120,6 +123,16 @@ def test_undefined_numbers_are_absent() -> None:
     assert none == {"success_prediction_turns": 0.0, "first_turn_trajectories": 0.0}
     all_won = success_metrics(SuccessPredictions(tensor(0.5), torch.tensor([True]), torch.tensor([1])))
     assert set(all_won) == {"success_prediction_turns", "first_turn_trajectories", "value_brier", "value_ece"}
+
+
+def test_the_share_of_bootstrapped_trajectories_is_over_those_that_count() -> None:
+    assert bootstrap_share([End.success, End.turn_limit, End.env_error, End.failure, End.budget]) == 0.25
+    assert bootstrap_share([End.cancelled]) is None
+
+
+def test_the_gap_between_token_and_turn_targets_is_the_largest() -> None:
+    assert token_turn_gap(tensor(0.5, 0.25), tensor(0.5, 0.75)) == 0.5
+    assert token_turn_gap(tensor(), tensor()) is None
 
 
 def test_nonsense_is_refused() -> None:
