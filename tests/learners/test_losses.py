@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from turngate.learners.aggregation import aggregate, token_weights
-from turngate.learners.losses import Clip, cispo_loss, decoupled_ppo_loss, ppo_loss, reinforce_loss, unit_ratio_loss
+from turngate.learners.losses import (
+    Clip,
+    cispo_loss,
+    decoupled_ppo_loss,
+    ppo_loss,
+    reinforce_loss,
+    unit_ppo_loss,
+    unit_ratio_loss,
+)
 from turngate.learners.ratios import ShapeError
 from turngate.runtime.errors import ConfigError
 
@@ -210,3 +218,57 @@ def test_no_unit_at_all_gives_a_connected_zero() -> None:
     out = unit_ratio_loss(logp, logp.detach(), logp * 0, torch.tensor([[-1]]), everything(logp), kind="prod", clip=CLIP)
     assert out.loss.item() == 0.0
     assert torch.autograd.grad(out.loss, logp)[0].tolist() == [[0.0]]
+
+
+def test_b2_2_units_have_a_dual_clip_as_tokens_do() -> None:
+    # RLinf#316: a configured dual clip that one of the losses never read.
+    logp, old = tokens(-1.0, -1.0).requires_grad_(), tokens(-3.0, -3.0)
+    units, clip = torch.zeros(1, 2, dtype=torch.int64), Clip(0.2, 0.2, dual=3.0)
+    out = unit_ratio_loss(logp, old, tokens(-1.0, -1.0), units, everything(logp), kind="prod", clip=clip)
+    assert out.loss.item() == pytest.approx(3.0)
+    assert out.is_clipped_U.tolist() == [True]
+    assert torch.autograd.grad(out.loss, logp)[0].tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", ["prod", "geo"])
+def test_b2_3_masked_tokens_are_in_no_units_ratio_and_in_no_length(kind: str) -> None:
+    # huggingface/trl#3823, MakazhanAlpamys/Soup#723: padding entered the sequence ratio.
+    logp, old, adv = tokens(-1.0, -1.1, -9.0), tokens(-1.2, -1.2, -1.0), tokens(1.0, 1.0, 1.0)
+    units, mask = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[True, True, False]])
+    whole = unit_ratio_loss(logp, old, adv, units, mask, kind=kind, clip=CLIP)
+    alone = unit_ratio_loss(logp[:, :2], old[:, :2], adv[:, :2], units[:, :2], mask[:, :2], kind=kind, clip=CLIP)
+    assert whole.loss.item() == alone.loss.item()
+    assert whole.ratios_U.tolist() == alone.ratios_U.tolist()
+
+
+@given(logprob_lists, logprob_lists, st.sampled_from(["prod", "geo"]))
+def test_unit_losses_per_token_reduce_to_the_mean_over_units_or_by_length(
+    logprobs: list[float], old: list[float], kind: str
+) -> None:
+    logp, before, adv = tokens(*logprobs).requires_grad_(), tokens(*old), tokens(1.5, 1.5, -0.5, 1.5)
+    units, mask = torch.tensor([[0, 0, 1, 0]]), torch.tensor([[True, True, True, False]])
+    clip = Clip(0.2, 0.28, dual=2.0)
+    made = unit_ppo_loss(logp, before, adv, units, mask, kind=kind, clip=clip)
+    alike = torch.tensor([[0.25, 0.25, 0.5, 0.0]], dtype=torch.float64)
+    for weights, reduce in ((alike, "mean_over_units"), (mask / 3, "length")):
+        expected = unit_ratio_loss(logp, before, adv, units, mask, kind=kind, clip=clip, reduce=reduce)
+        loss = aggregate(made.loss, weights)
+        assert loss.item() == pytest.approx(expected.loss.item())
+        grads = [torch.autograd.grad(x, logp, retain_graph=True)[0] for x in (loss, expected.loss)]
+        torch.testing.assert_close(*grads)
+    clipped = made.is_clipped_high | made.is_clipped_low | made.is_clipped_dual
+    assert clipped[0].tolist() == [*(bool(expected.is_clipped_U[u]) for u in (0, 0, 1)), False]
+
+
+def test_unit_losses_per_token_without_any_token_are_a_connected_zero() -> None:
+    logp = tokens(-1.0, math.nan).requires_grad_()
+    units, none = torch.tensor([[0, 0]]), torch.zeros(1, 2, dtype=torch.bool)
+    made = unit_ppo_loss(logp, logp.detach(), tokens(1.0, 1.0), units, none, kind="geo", clip=CLIP)
+    assert made.loss.tolist() == [[0.0, 0.0]]
+    assert torch.autograd.grad(made.loss.sum(), logp)[0].tolist() == [[0.0, 0.0]]
+
+
+def test_cispo_has_a_floor_where_one_is_asked_for() -> None:
+    logp = tokens(-LOG2 - 3).requires_grad_()
+    _, coefficient = cispo_loss(logp, tokens(-3.0), tokens(1.0), everything(logp), clip=Clip(0.2, 4.0))
+    assert coefficient.item() == pytest.approx(0.8)

@@ -118,7 +118,9 @@ def test_interpolated_proximal_moves_towards_the_current_policy_with_lag() -> No
     assert proximal[0].tolist() == [-3.0, -3.0, -2.0, -3.0]
 
 
-@pytest.mark.parametrize("wrong", [{"level": "turn"}, {"mode": "drop"}, {"upper": 0.5}, {"lower": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"level": "turn"}, {"mode": "drop"}, {"upper": 0.5}, {"lower": 1.5}, {"unit": "row"}]
+)
 def test_corrections_that_cannot_work_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Correction(**wrong)
