@@ -158,6 +158,8 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "oldest_version": oldest,
         "newest_version": newest,
         "seconds": trajectory.ended_s - trajectory.started_s,
+        "restarted_from": trajectory.restarted_from,
+        "injected_turns": sum(turn.injected for turn in trajectory.turns),
         "error": trajectory.error,
     }
 
@@ -165,7 +167,13 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
 def _group_row(event: GroupFinished) -> dict[str, Any]:
     group = event.group
     rewards = [trajectory.reward for trajectory in group.trajectories]
-    return {"group_id": group.id, "task_id": group.task.id, "order": group.order, "rewards": rewards}
+    return {
+        "group_id": group.id,
+        "task_id": group.task.id,
+        "order": group.order,
+        "restarted_from": group.restarted_from,
+        "rewards": rewards,
+    }
 
 
 def _update_row(event: UpdateFinished) -> dict[str, Any]:

@@ -131,30 +131,30 @@ def beta_learnability(successes: int, tries: int, *, a: float = 1.0, b: float = 
     return (a + successes) * (b + tries - successes) / (n * (n + 1))
 
 
-def restart_weights(success_rates_P: Sequence[float], *, floor: float) -> list[float]:
+def restart_weights(success_rates: Sequence[float], *, floor: float) -> list[float]:
     """Return probabilities proportional to p (1 - p), mixed with a uniform distribution of weight `floor`.
 
     Source: as `beta_learnability`, which needs no estimate of p from few tries.
     Raises: ConfigError: a rate or `floor` is outside [0, 1].
     """
-    if not all(0 <= p <= 1 for p in success_rates_P):
-        raise ConfigError(f"success rates must be within [0, 1]: got {list(success_rates_P)}")
-    return mixed_with_uniform([p * (1 - p) for p in success_rates_P], floor=floor)
+    if not all(0 <= p <= 1 for p in success_rates):
+        raise ConfigError(f"success rates must be within [0, 1]: got {list(success_rates)}")
+    return mixed_with_uniform([p * (1 - p) for p in success_rates], floor=floor)
 
 
-def mixed_with_uniform(scores_P: Sequence[float], *, floor: float) -> list[float]:
-    """Return (1 - floor) * scores / sum(scores) + floor / P; uniform when all scores are 0.
+def mixed_with_uniform(scores: Sequence[float], *, floor: float) -> list[float]:
+    """Return (1 - floor) * scores / sum(scores) + floor / n; uniform when all scores are 0.
 
     Raises: ConfigError: `floor` is outside [0, 1], or a score is negative or not finite.
     """
     if not 0 <= floor <= 1:
         raise ConfigError(f"floor must be within [0, 1]: got {floor}")
-    if not all(0 <= score < math.inf for score in scores_P):
-        raise ConfigError(f"scores must be finite and not negative: got {list(scores_P)}")
-    total, count = math.fsum(scores_P), len(scores_P)
+    if not all(0 <= score < math.inf for score in scores):
+        raise ConfigError(f"scores must be finite and not negative: got {list(scores)}")
+    total, count = math.fsum(scores), len(scores)
     if total == 0:
         return [1 / count] * count if count else []
-    return [(1 - floor) * score / total + floor / count for score in scores_P]
+    return [(1 - floor) * score / total + floor / count for score in scores]
 
 
 def _turns(episode: PlayedEpisode) -> int:

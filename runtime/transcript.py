@@ -29,6 +29,8 @@ _decode = msgspec.json.Decoder(Trajectory).decode
 def render_transcript(trajectory: Trajectory) -> str:
     """Return an episode as plain text: the task, every turn with its answer and rewards, and how it ended."""
     lines = [f"trajectory {trajectory.id}  task {trajectory.task.id}  seed {trajectory.seed}"]
+    if (origin := trajectory.restarted_from) is not None:
+        lines.append(f"restarted from trajectory {origin.origin} after {origin.turn} turns ({origin.reason}):")
     for message in _head(trajectory):
         lines += _block(message.role, message.content)
     for turn in trajectory.turns:
@@ -98,11 +100,11 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
                 raise RecordError(f"each line must hold a trajectory: {error} ({path}:{number})") from error
 
 
-def _head(trajectory: Trajectory) -> Iterator[Message]:
-    for message in trajectory.messages:
-        if message.role == "assistant":
-            return
-        yield message
+def _head(trajectory: Trajectory) -> tuple[Message, ...]:
+    """What was there before the first of the trajectory's own turns: the task, and the turns before a restart."""
+    starts = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    own = len(trajectory.turns)
+    return trajectory.messages[: starts[-own]] if 0 < own <= len(starts) else trajectory.messages
 
 
 def _turn_lines(turn: Turn) -> list[str]:
@@ -113,6 +115,8 @@ def _turn_lines(turn: Turn) -> list[str]:
     notes = [f"{name} {reward:+g}" for name, reward in turn.rewards.items()]
     if not turn.valid:
         notes.append("invalid action")
+    if turn.injected:
+        notes.append("injected")
     return lines + ([f"          ({', '.join(notes)})"] if notes else [])
 
 

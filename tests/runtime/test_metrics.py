@@ -80,6 +80,8 @@ def test_events_become_json_lines_with_their_time(tmp_path):
         "policy_tokens": 0,
         "oldest_version": -1,
         "newest_version": -1,
+        "restarted_from": None,
+        "injected_turns": 0,
         "seconds": 2.5,
         "error": "broke",
     }
@@ -89,6 +91,7 @@ def test_events_become_json_lines_with_their_time(tmp_path):
         "group_id": "g",
         "task_id": "t",
         "order": 4,
+        "restarted_from": None,
         "rewards": [0],
     }
     assert lines[2] == {"event": "update_finished", "time_s": 2.0, "policy_version": 3, "seconds": 1.25, "loss": 0.5}

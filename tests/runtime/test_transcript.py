@@ -2,13 +2,14 @@
 
 import pytest
 
-from turngate.envs.base import Snapshot, Task, ToolCall
+from turngate.envs.base import End, Snapshot, Task, ToolCall
 from turngate.envs.testing import CoinFlipEnv, EchoEnv
 from turngate.runtime.errors import RecordError
 from turngate.runtime.limits import Limits
 from turngate.runtime.rollout import run_rollout
 from turngate.runtime.testing import FakeEndpoint, run_virtual
 from turngate.runtime.transcript import read_trajectories, render_transcript, write_trajectories
+from turngate.runtime.types import Message, RestartedFrom, Trajectory, Turn
 
 
 def episode(env=EchoEnv, script=("one", "two", "three"), **options):
@@ -115,3 +116,27 @@ def test_any_text_that_utf8_cannot_carry_is_written_escaped(tmp_path):
     write_trajectories(path, [trajectory])
     (again,) = read_trajectories(path)
     assert (again.error, again.task) == ("\\ud800", Task("t", "\\ud801", {"a": "\\ud802"}))
+
+
+def test_a_restarted_episode_shows_where_it_came_from_and_what_was_injected() -> None:
+    turns = tuple(
+        Turn(index=i, segment=0, start=0, length=0, text=text, injected=text == "odd")
+        for i, text in enumerate(("odd", "c"))
+    )
+    said = [Message("user", "q"), Message("assistant", "a"), Message("user", "oops")]
+    for text in ("odd", "c"):
+        said += [Message("assistant", text), Message("user", "on")]
+    trajectory = Trajectory(
+        id="g2.1", task=Task("t"), end=End.failure, turns=turns, messages=tuple(said),
+        restarted_from=RestartedFrom("g0.3", 1, 7, "invalid"),
+    )  # fmt: skip
+    lines = render_transcript(trajectory).split("\n")
+    assert lines[1:7] == [
+        "restarted from trajectory g0.3 after 1 turns (invalid):",
+        "    user  q",
+        "assistant  a",
+        "    user  oops",
+        "  turn 0  odd",
+        "  answer",
+    ]
+    assert lines[7] == "          (injected)"
