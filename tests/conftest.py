@@ -21,5 +21,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--vectors",
         type=Path,
         default=Path(__file__).parent / "vectors" / "vectors.json",
-        help="file of golden cases to run through the adapters of tests/learners/test_vectors.py",
+        help="file of golden cases to run through the adapters in tests/learners/vector_adapters",
     )
