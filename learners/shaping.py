@@ -23,6 +23,7 @@ __all__ = [
     "TurnPenalties",
     "TurnRewards",
     "min_form",
+    "observed_actions",
     "potential_shaping",
     "progress_form",
     "soft_overlong",

@@ -72,6 +72,7 @@ def episode(*reached: str, end: End = End.failure, injected: int = 0) -> Traject
 
 
 def has_goal(turn: Turn, goal: Task) -> HindsightStep:
+    assert turn.state is not None
     reached = goal.id.endswith(turn.state["has"])
     return HindsightStep(float(reached), End.success if reached else None)
 
