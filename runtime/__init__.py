@@ -8,11 +8,13 @@ from turngate.runtime.context import Context, History, full, last_turns, summari
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
 from turngate.runtime.evaluation import Evaluation
 from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
+from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.limits import Limits
 from turngate.runtime.plot import plot_run
 from turngate.runtime.progress import show_progress
+from turngate.runtime.restarts import RestartPoint, Restarts
 from turngate.runtime.rollout import run_rollout
 from turngate.runtime.run import TrainReport
 from turngate.runtime.runtime import Runtime
@@ -26,6 +28,7 @@ from turngate.runtime.types import (
     Completion,
     Group,
     Message,
+    RestartedFrom,
     Sampling,
     Segment,
     Trajectory,
@@ -49,10 +52,14 @@ __all__ = [
     "FolderPublisher",
     "Group",
     "History",
+    "Injection",
     "Learner",
     "Ledger",
     "Limits",
     "Message",
+    "RestartPoint",
+    "RestartedFrom",
+    "Restarts",
     "RolloutFinished",
     "Runtime",
     "Sampling",

@@ -96,8 +96,17 @@ class _Entry(msgspec.Struct):
         return beta_learnability(self.successes, self.tries)
 
 
+class _SavedEntry(msgspec.Struct):
+    task_id: str  # a run is resumed with its tasks, which may be large
+    snapshot: Snapshot
+    messages: tuple[Message, ...]
+    restarted_from: RestartedFrom
+    tries: int
+    successes: int
+
+
 class _Saved(msgspec.Struct):
-    entries: list[_Entry]
+    entries: list[_SavedEntry]
     harvested: int
     drawn: int
     aged_out: int
@@ -193,15 +202,24 @@ class RestartStore:
         }
 
     def to_bytes(self) -> bytes:
-        """Return all of it, for a checkpoint."""
-        return msgspec.msgpack.encode(
-            _Saved(list(self._entries.values()), self.harvested, self.drawn, self.aged_out, self.evicted)
-        )
+        """Return all of it, for a checkpoint; tasks by their ids."""
+        entries = [
+            _SavedEntry(p.task.id, p.snapshot, p.messages, p.restarted_from, entry.tries, entry.successes)
+            for entry in self._entries.values()
+            for p in (entry.point,)
+        ]
+        return msgspec.msgpack.encode(_Saved(entries, self.harvested, self.drawn, self.aged_out, self.evicted))
 
-    def load_bytes(self, data: bytes) -> None:
-        """Go on from what `to_bytes` returned."""
+    def load_bytes(self, data: bytes, tasks: Iterable[Task]) -> None:
+        """Go on from what `to_bytes` returned; states of tasks that are not among `tasks` any more are left out."""
         saved = msgspec.msgpack.decode(data, type=_Saved)
-        self._entries = {_key(entry.point): entry for entry in saved.entries[-self.config.capacity :]}
+        by_id = {task.id: task for task in tasks}
+        entries = [
+            _Entry(RestartPoint(by_id[e.task_id], e.snapshot, e.messages, e.restarted_from), e.tries, e.successes)
+            for e in saved.entries
+            if e.task_id in by_id
+        ]
+        self._entries = {_key(entry.point): entry for entry in entries[-self.config.capacity :]}
         self.harvested, self.drawn = saved.harvested, saved.drawn
         self.aged_out, self.evicted = saved.aged_out, saved.evicted
 

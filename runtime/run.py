@@ -102,7 +102,7 @@ async def open_run(
         if restarts is not None:
             run.restarts = RestartStore(restarts)
             if checkpoint is not None and (saved := checkpoint[0] / _RESTARTS).exists():
-                run.restarts.load_bytes(saved.read_bytes())
+                run.restarts.load_bytes(saved.read_bytes(), tasks)
         run.history += folder.rewind_metrics(progress.update)
         if version > 0:
             await run.publish(version)

@@ -111,3 +111,13 @@ def test_a_learner_that_reports_other_figures_is_not_warned_about() -> None:
     assert screen.events.update_finished is not None
     screen.events.update_finished(UpdateFinished(1, metrics, 0.1))
     assert screen.lines() == []
+
+
+def test_success_from_restarts_stands_beside_that_from_task_starts() -> None:
+    screen = Screen()
+    screen.update(3, restart_success=0.25)
+    screen.update(4, success=float("nan"), truncated=float("nan"), restart_success=0.75)
+    assert screen.lines() == [
+        f"update    3  success 0.50  from restarts 0.25  {LINE}",
+        f"update    4  success    -  from restarts 0.75  {LINE}",
+    ]

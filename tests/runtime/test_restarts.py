@@ -183,12 +183,16 @@ def test_a_store_goes_on_from_its_bytes() -> None:
     fill(store, "a", "b")
     store.report(find(store, "b"), [episode()] * 4)
     again = RestartStore(Restarts(share=1.0))
-    again.load_bytes(store.to_bytes())
+    again.load_bytes(store.to_bytes(), [Task("other"), TASK])
     assert again.statistics() == store.statistics()
+    assert find(again, "b") == find(store, "b")
     assert [drawn(again, seed=n) for n in range(20)] == [drawn(store, seed=n) for n in range(20)]
     smaller = RestartStore(Restarts(capacity=1))
-    smaller.load_bytes(store.to_bytes())
+    smaller.load_bytes(store.to_bytes(), [TASK])
     assert len(smaller) == 1
+    elsewhere = RestartStore(Restarts())
+    elsewhere.load_bytes(store.to_bytes(), [Task("other")])
+    assert len(elsewhere) == 0
 
 
 def test_state_can_be_read() -> None:
