@@ -70,7 +70,7 @@ def step_group_advantages(
     the observation. valid_G: False for trajectories that neither vote nor train. scheme: the mean alone unless given.
     Raises: ShapeError: a step without a key. LearnerError: an infinite reward.
     """
-    buckets = _buckets(keys, _check(rewards, keys, valid_G))
+    buckets = _buckets(keys, _counting(rewards, keys, valid_G))
     returns = [step_returns(r.to(torch.float64), gamma=gamma) for r in rewards]
     advantages = [torch.zeros_like(returns_T) for returns_T in returns]
     for places in buckets.values():
@@ -109,11 +109,14 @@ def edge_advantages(
 
     What good and bad trajectories share gets little credit either way. Source: SALT, Li et al. 2025 (2510.20022).
     Args: episode_G: from `group_advantages`. keys: per trajectory, from `edge_keys`.
+    Raises: ShapeError; LearnerError: an advantage is not finite.
     """
     counts = valid_G if valid_G is not None else torch.ones_like(episode_G, dtype=torch.bool)
     if not episode_G.shape == counts.shape == (len(keys),):
         shapes = f"{tuple(episode_G.shape)}, {tuple(counts.shape)}"
         raise ShapeError(f"advantages and valid must be one per trajectory: expected ({len(keys)},), got {shapes}")
+    if not torch.isfinite(episode_G).all():
+        raise LearnerError(f"episode advantages must be finite: got {episode_G.tolist()}; see group_advantages")
     episode: list[float] = episode_G.detach().to(torch.float64).tolist()
     buckets = _buckets(keys, [bool(v) for v in counts])
     advantages = [torch.zeros(len(k), dtype=torch.float64) for k in keys]
@@ -124,7 +127,7 @@ def edge_advantages(
     return StepAdvantages([a.to(episode_G) for a in advantages], _sizes(buckets))
 
 
-def _check(rewards: Sequence[Tensor], keys: Sequence[Sequence[Hashable]], valid_G: Tensor | None) -> list[bool]:
+def _counting(rewards: Sequence[Tensor], keys: Sequence[Sequence[Hashable]], valid_G: Tensor | None) -> list[bool]:
     """Return which trajectories count: those that are valid and could be scored."""
     if [len(r) for r in rewards] != [len(k) for k in keys]:
         lengths = f"{[len(r) for r in rewards]} rewards, {[len(k) for k in keys]} keys"

@@ -158,5 +158,7 @@ def test_bad_inputs_are_refused() -> None:
         add_step_advantages(real(1.0), [])
     with pytest.raises(ShapeError, match="one per trajectory"):
         edge_advantages(real(1.0), [["a"], ["b"]])
+    with pytest.raises(LearnerError, match="finite"):
+        edge_advantages(real(math.nan), [["a"]])
     with pytest.raises(ShapeError, match="one more"):
         edge_keys(["home"], ["search"])
