@@ -33,7 +33,7 @@ async def run(model: Path, folder: Path, eta: int, args: argparse.Namespace) -> 
             env,
             train_tasks(1024, seed=1),
             # Two passes a batch: a learner with work to overlap with the rollouts. Fixed, so that figures compare.
-            learner=GRPO(model, epochs=2, muon_lr=4e-3, adamw_lr=8e-4),
+            learner=GRPO(model, off_policy="decoupled", epochs=2, muon_lr=4e-3, adamw_lr=8e-4),
             updates=args.updates,
             run_dir=folder / f"eta-{eta}",
             group_size=8,

@@ -35,7 +35,14 @@ async def improve(args: argparse.Namespace, run_dir: Path, model: Path) -> dict[
             train_tasks(6000, seed=args.seed),
             # GRPO's own rates, fit for shopping, are too large here: at staleness 2 success fell to 0.1.
             learner=GRPO(
-                model, preset="grpo", epochs=2, muon_lr=1.5e-3, adamw_lr=5e-4, updates=args.updates, seed=args.seed
+                model,
+                off_policy="decoupled",
+                preset="grpo",
+                epochs=2,
+                muon_lr=1.5e-3,
+                adamw_lr=5e-4,
+                updates=args.updates,
+                seed=args.seed,
             ),
             updates=args.updates,
             run_dir=run_dir,

@@ -35,7 +35,7 @@ async def main(folder: Path) -> None:
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint)
         show_progress(runtime.events, every=10)
-        await train(runtime, Lock, tasks, learner=GRPO(model, updates=100), updates=100, run_dir=folder / "run")
+        await train(runtime, Lock, tasks, learner=GRPO(model, off_policy="decoupled", updates=100), updates=100, run_dir=folder / "run")
         print(await runtime.evaluate(Lock, tasks))
 
 

@@ -7,7 +7,26 @@ if __name__ == "learners":
     raise ImportError("import turngate.learners, not learners: the bare name makes a second copy of every class")
 
 from turngate.learners.cloning import CloningConfig, clone
+from turngate.learners.critic import CriticConfig
+from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.grpo import GRPO
+from turngate.learners.objective import OffPolicy
 from turngate.learners.optimizers import Schedule
+from turngate.learners.ppo import PPO
+from turngate.learners.replay import ReplayConfig
+from turngate.learners.shaping import RewardScheme
+from turngate.learners.step_credit import StepGroups
 
-__all__ = ["GRPO", "CloningConfig", "Schedule", "clone"]
+__all__ = [
+    "GRPO",
+    "PPO",
+    "CloningConfig",
+    "CriticConfig",
+    "GAEConfig",
+    "OffPolicy",
+    "ReplayConfig",
+    "RewardScheme",
+    "Schedule",
+    "StepGroups",
+    "clone",
+]

@@ -6,7 +6,7 @@ Everything a loss needs lives in flat (N,) arrays over tokens; padding exists on
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ class TokenBatch:
     """int64."""
     mask_N: Tensor
     """bool; True on the tokens that are trained: generated, young enough, of a member that counts."""
+    generated_N: Tensor
+    """bool; True on all tokens the policy generated, those too old to train on included: values cover them, too."""
     behaviour_logprobs_N: Tensor
     """float32; 0 and never read where the mask is False."""
     versions_N: Tensor
@@ -58,6 +60,10 @@ class TokenBatch:
     def is_one_row_per_trajectory(self) -> bool:
         """True when no context was ever rewritten."""
         return len(set(self.row_trajectories)) == len(self.row_trajectories)
+
+    def masked(self, mask_N: Tensor) -> "TokenBatch":
+        """Return the same tokens with another mask."""
+        return replace(self, mask_N=mask_N)
 
     def sum_by_trajectory(self, values_N: Tensor) -> Tensor:
         """Return the sums (trajectories,) of `values_N` over trained tokens, over all segments, in float64."""
@@ -92,7 +98,7 @@ class MicroBatch:
 
 
 def lay_out(batch: Batch, keep: Sequence[Sequence[bool]], *, vocabulary_size: int) -> TokenBatch:
-    """Lay out every segment of the kept trajectories that holds a trained token, one row each.
+    """Lay out every segment of the kept trajectories that holds a generated token, one row each.
 
     Args: keep: per group of the batch and per member. A member that is not kept adds no row, so its tokens are in no
     numerator and no denominator. Tokens older than `batch.min_version` lose their mask.
@@ -125,19 +131,37 @@ def minibatches(batch: TokenBatch, count: int, generator: torch.Generator) -> li
     return [[row for trajectory in part for row in rows_of[trajectory]] for part in parts]
 
 
-def microbatches(batch: TokenBatch, rows: Sequence[int], max_tokens: int) -> Iterator[MicroBatch]:
+def microbatches(
+    batch: TokenBatch, rows: Sequence[int], max_tokens: int, *, whole_trajectories: bool = False
+) -> Iterator[MicroBatch]:
     """Cut `rows` into forward passes of at most about `max_tokens` tokens, rows of similar length together.
 
-    Every trained token is in exactly one of them. A row longer than `max_tokens` gets a pass of its own.
+    Every trained token is in exactly one of them; rows without any are left out. A row longer than `max_tokens` gets a
+    pass of its own; with `whole_trajectories` so does a trajectory whose rows together are longer.
     """
     starts = batch.row_starts()
     mask_N, token_ids_N = batch.mask_N.numpy(), batch.token_ids_N.numpy()
-    for indices in length_sorted([batch.row_lengths[row] for row in rows], max_tokens):
+    has_mask_R = np.zeros(len(batch.row_lengths), dtype=bool)
+    has_mask_R[batch.row_ids_N.numpy()[mask_N]] = True
+    rows = [row for row in rows if has_mask_R[row]]
+    for indices in _passes(batch, rows, max_tokens, whole_trajectories):
         spans = [slice(int(starts[rows[i]]), int(starts[rows[i]]) + batch.row_lengths[rows[i]]) for i in indices]
         masks = [mask_N[span] for span in spans]
         positions = [np.flatnonzero(mask) + span.start for mask, span in zip(masks, spans, strict=True)]
         packed = pack([token_ids_N[span] for span in spans], masks)
         yield MicroBatch(packed, torch.from_numpy(np.concatenate(positions)))
+
+
+def _passes(batch: TokenBatch, rows: Sequence[int], max_tokens: int, whole_trajectories: bool) -> list[list[int]]:
+    """Return which of `rows`, by index, share a forward pass."""
+    if not whole_trajectories:
+        return length_sorted([batch.row_lengths[row] for row in rows], max_tokens)
+    members: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        members.setdefault(batch.row_trajectories[row], []).append(index)
+    units = list(members.values())
+    tokens = [sum(batch.row_lengths[rows[index]] for index in unit) for unit in units]
+    return [[index for u in group for index in units[u]] for group in length_sorted(tokens, max_tokens)]
 
 
 def length_sorted(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -180,10 +204,11 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One segment, cut after its last trained token: nothing behind it can matter to a causal model."""
+    """One segment, cut after its last generated token: nothing behind it can matter to a causal model."""
 
     token_ids_T: NDArray[np.int64]
     mask_T: NDArray[np.bool_]
+    generated_T: NDArray[np.bool_]
     behaviour_T: NDArray[np.float32]
     versions_T: NDArray[np.int64]
     turn_ids_T: NDArray[np.int64]
@@ -195,12 +220,13 @@ def _row(segment: Segment, name: str, batch: Batch, vocabulary_size: int, place:
     generated_T = np.frombuffer(segment.policy_mask, np.uint8) != 0
     versions_T = np.frombuffer(segment.versions, np.int32).astype(np.int64)
     mask_T = generated_T & (versions_T >= batch.min_version)
-    if not mask_T.any():
+    if not generated_T.any():
         return None
-    end = int(np.flatnonzero(mask_T)[-1]) + 1
+    end = int(np.flatnonzero(generated_T)[-1]) + 1
     row = _Row(
         token_ids_T=np.frombuffer(segment.token_ids, np.int32)[:end].astype(np.int64),
         mask_T=mask_T[:end],
+        generated_T=generated_T[:end],
         behaviour_T=np.where(mask_T, np.frombuffer(segment.logprobs, np.float32), np.float32(0))[:end],
         versions_T=np.where(generated_T, versions_T, NO_VERSION)[:end],
         turn_ids_T=np.where(generated_T, np.frombuffer(segment.turn_ids, np.int32), NO_TURN)[:end].astype(np.int64),
@@ -220,7 +246,7 @@ def _check_row(row: _Row, name: str, policy_version: int, vocabulary_size: int) 
         (f"token id must be in the vocabulary of {vocabulary_size}", bad_id_T, row.token_ids_T),
         (f"token version must be at most the learner's {policy_version}", bad_version_T, row.versions_T),
         # Position 0 has no prediction: nothing can have generated it.
-        ("the first token of a segment must be context", row.mask_T[:1], row.mask_T),
+        ("the first token of a segment must be context", row.generated_T[:1], row.generated_T),
     )
     for what, bad_T, values_T in checks:
         if bad_T.any():
@@ -240,6 +266,7 @@ def _concatenate(rows: Sequence[_Row], names: tuple[str, ...]) -> TokenBatch:
     return TokenBatch(
         token_ids_N=tokens([row.token_ids_T for row in rows], np.int64),
         mask_N=tokens([row.mask_T for row in rows], np.bool_),
+        generated_N=tokens([row.generated_T for row in rows], np.bool_),
         behaviour_logprobs_N=tokens([row.behaviour_T for row in rows], np.float32),
         versions_N=tokens([row.versions_T for row in rows], np.int64),
         turn_ids_N=tokens([row.turn_ids_T for row in rows], np.int64),

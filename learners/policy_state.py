@@ -68,6 +68,8 @@ class PolicyState:
     def __init__(self, model: PolicyModel, optimizer: MuonAdamW, *, seed: int, reference: PolicyModel | None) -> None:
         self.model, self.optimizer, self.reference = model, optimizer, reference
         self.generator = torch.Generator().manual_seed(seed)
+        self.serves_values = True
+        """Whether published weights hold the value head, if there is one."""
         self.updates = 0
         self.parity_batches = 0
         """Batches that passed the parity check."""

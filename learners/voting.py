@@ -1,6 +1,6 @@
 """Who votes in a group and who trains: from how each episode ended, as data, never guessed from lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -49,16 +49,17 @@ def assess(
     min_group_fraction: float = 0.5,
     score_truncations: bool = False,
     penalties_I: torch.Tensor | None = None,
+    return_of: Callable[[Trajectory], float] = lambda trajectory: trajectory.reward,
 ) -> BatchAdvantages:
     """Return every trajectory's advantage within its group.
 
     Members that failed or were cut short neither vote nor train. A group with fewer than
     max(2, min_group_fraction * size) members left is dropped whole and counted: what is left of it is a biased sample.
     Args: penalties_I: subtracted from the returns, so that baseline and advantage see the same. Which groups are
-    degenerate, and the metrics, are told from the returns without them.
+    degenerate, and the metrics, are told from the returns without them. return_of: what an episode is compared by.
     Raises: RecordError: a return is infinite.
     """
-    rewards = [_rewards(group) for group in batch.groups]
+    rewards = [_rewards(group, return_of) for group in batch.groups]
     valid: list[torch.Tensor] = []
     n_short = 0
     for group, rewards_G in zip(batch.groups, rewards, strict=True):
@@ -93,8 +94,8 @@ def _compare(
     return [group_advantages(r, v, scheme=scheme, batch_std=std) for r, v in zip(rewards, valid, strict=True)]
 
 
-def _rewards(group: Group) -> torch.Tensor:
-    rewards_G = torch.tensor([trajectory.reward for trajectory in group.trajectories], dtype=torch.float64)
+def _rewards(group: Group, return_of: Callable[[Trajectory], float]) -> torch.Tensor:
+    rewards_G = torch.tensor([return_of(trajectory) for trajectory in group.trajectories], dtype=torch.float64)
     for trajectory, reward in zip(group.trajectories, rewards_G.tolist(), strict=True):
         if reward in (float("inf"), float("-inf")):
             raise RecordError(f"reward must be finite: got {reward} (trajectory {trajectory.id}); fix the environment")

@@ -40,7 +40,7 @@ async def test_training_logprobs_equal_behaviour_logprobs_through_every_context(
 ) -> None:
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint, limits=Limits(max_turns=6), context=context)
-        learner = GRPO(model, parity="error", parity_tolerance=1e-4, score_truncations=True)
+        learner = GRPO(model, off_policy="decoupled", parity="error", parity_tolerance=1e-4, score_truncations=True)
         report = await train(
             runtime,
             ShoppingEnv,
@@ -74,7 +74,7 @@ async def test_slow_agents_span_updates_and_no_token_is_staler_than_the_bound(mo
             runtime,
             env,
             train_tasks(64, seed=1),
-            learner=GRPO(model),
+            learner=GRPO(model, off_policy="decoupled"),
             updates=8,
             run_dir=tmp_path,
             group_size=4,

@@ -119,6 +119,7 @@ def shopping_grpo(model: Path, updates: int, *, seed: int = 0, **changes: Any) -
     schedule = Schedule(warmup_updates=5, total_updates=updates, decay_start=0.2, decay_to=0.1)
     settings: dict[str, Any] = {
         "preset": "grpo",
+        "off_policy": "decoupled",
         "epochs": 1,
         "muon_lr": 2e-3,
         "adamw_lr": 1e-3,

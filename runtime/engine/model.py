@@ -214,9 +214,11 @@ class PolicyModel(nn.Module):
         write_atomically(folder / CONFIG_FILE, msgspec.json.format(msgspec.json.encode(self.config), indent=1))
         self.save_weights(folder / WEIGHTS_FILE)
 
-    def save_weights(self, path: Path) -> None:
-        """Write the weights alone to one safetensors file, whole or not at all."""
+    def save_weights(self, path: Path, *, value_head: bool = True) -> None:
+        """Write the weights alone to one safetensors file, whole or not at all; `value_head=False` leaves that out."""
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        if not value_head:
+            state.pop("value_head.weight", None)
         write_atomically(path, safetensors.torch.save(state))
 
     @classmethod
@@ -225,13 +227,17 @@ class PolicyModel(nn.Module):
 
         Raises: ConfigError: the folder holds no valid config. PublishError: the weights do not fit it.
         """
-        try:
-            config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=ModelConfig)
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"model folder must hold a readable {CONFIG_FILE}: {error} ({folder})") from error
-        model = cls(config)
+        model = cls(cls.read_config(folder))
         model.load_weights(folder / WEIGHTS_FILE)
         return model.to(device)
+
+    @staticmethod
+    def read_config(folder: Path) -> ModelConfig:
+        """Read the sizes of a saved model. Raises: ConfigError: the folder holds no valid config."""
+        try:
+            return msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=ModelConfig)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"model folder must hold a readable {CONFIG_FILE}: {error} ({folder})") from error
 
     def load_weights(self, path: Path) -> None:
         """Read weights from a safetensors file into this model, all or none.

@@ -87,13 +87,15 @@ def test_members_that_are_not_kept_add_no_token() -> None:
     assert tokens.trajectory_names == ("a", "b")
 
 
-def test_tokens_older_than_the_bound_lose_their_mask_and_their_segment_may_go() -> None:
+def test_tokens_older_than_the_bound_lose_their_mask_and_stay_for_values() -> None:
     old = segment([0, 1, 1], versions=[-1, 3, 3])
     mixed = segment([0, 1, 1], versions=[-1, 4, 5], turn_ids=[-1, 1, 1])
     tokens = laid_out(trajectory(old, mixed), policy_version=7, min_version=5)
-    assert tokens.row_lengths == (3,)
-    assert tokens.mask_N.tolist() == [False, False, True]
-    assert tokens.versions_N.tolist() == [-1, 4, 5]
+    assert tokens.mask_N.tolist() == [False, False, False, False, False, True]
+    assert tokens.generated_N.tolist() == [False, True, True, False, True, True]
+    assert tokens.versions_N.tolist() == [-1, 3, 3, -1, 4, 5]
+    passes = list(microbatches(tokens, [0, 1], 100))
+    assert [micro.positions_P.tolist() for micro in passes] == [[5]]
 
 
 def test_no_trained_token_at_all_is_an_empty_batch() -> None:

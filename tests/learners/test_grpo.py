@@ -22,11 +22,11 @@ from turngate.runtime.types import Batch, Group, Sampling, Segment, Trajectory
 
 REWARDS = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
 ONE_STEP = {"epochs": 1, "minibatches": 1}
-EASY = {"parity": "report"}
+EASY = {"parity": "report", "off_policy": "decoupled"}
 
 
 def learner(folder: Path, **options: Any) -> GRPO:
-    grpo = GRPO(folder, **({"epochs": 2} | options))  # two passes, so that data is reused and clipped
+    grpo = GRPO(folder, **({"epochs": 2, "off_policy": "decoupled"} | options))  # two passes, so that data is reused and clipped
     grpo.load(None)
     return grpo
 
@@ -449,7 +449,7 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
         ({"aggregation": "mean"}, "aggregation must be"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "length_constant"),
         ({"off_policy": "bypass", "correction": Correction()}, "twice"),  # B2.10
-        ({"off_policy": "reinforce", "correction": Correction("unit_prod")}, "per token"),
+        ({"off_policy": "reinforce", "correction": Correction(normalise=True)}, "normalised"),
         ({"off_policy": "maybe"}, "off_policy"),
         ({"kl_in": "loss_k1"}, "kl_in"),
         ({"parity": "off"}, "parity must be error or report"),

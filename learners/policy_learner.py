@@ -1,0 +1,365 @@
+"""What every learner with a policy gradient shares; credit assignment is what they differ in.
+
+One update: who trains -> token batch -> log-probs of the policy as it is -> checks -> credit -> a few optimizer steps
+on random parts -> report. `GRPO` and `PPO` say who trains and what each token's advantage is.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from turngate.learners.aggregation import AGGREGATIONS, Aggregation, token_weights
+from turngate.learners.batch import TokenBatch, lay_out, microbatches, minibatches
+from turngate.learners.critic import ValueTargets
+from turngate.learners.logprobs import check_temperature
+from turngate.learners.losses import Clip
+from turngate.learners.mismatch import sampler_mismatch
+from turngate.learners.objective import (
+    KLPlace,
+    Objective,
+    OffPolicy,
+    OffPolicyName,
+    Surrogate,
+    UpdateData,
+    require_off_policy_choice,
+)
+from turngate.learners.offpolicy import Correction
+from turngate.learners.optimizers import MuonAdamW, Schedule
+from turngate.learners.parity import measure_parity, require_parity
+from turngate.learners.policy_state import PolicyState, StepTally, score_tokens
+from turngate.learners.shaping import RewardScheme
+from turngate.learners.turns import recorded_rewards
+from turngate.runtime.engine.model import PolicyModel, Scores
+from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.files import write_atomically
+from turngate.runtime.types import Batch, Sampling, Trajectory, UpdateReport
+
+__all__ = ["Credit", "Keep", "Parity", "PolicyLearner", "Scored"]
+
+Parity: TypeAlias = Literal["error", "report"]
+"""What a difference between sampler and learner at lag 0 is on the first batches: an error, or only a metric."""
+
+Keep: TypeAlias = Sequence[Sequence[bool]]
+"""Per group of a batch and per member: whether its tokens belong in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A batch as the policy sees it before the update; what credit is computed from."""
+
+    batch: Batch
+    keep: Keep
+    tokens: TokenBatch
+    """The tokens that train the policy."""
+    proximal_N: Tensor
+    """Log-probs under the weights at the start of the update."""
+    entropy_N: Tensor
+    kl_N: Tensor | None
+    """k1 of policy over reference per token, when there is a reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """How good each trained token was."""
+
+    advantages_N: Tensor
+    """float32 over the token batch; 0 where the mask is False."""
+    is_silent_N: Tensor
+    """bool; tokens of degenerate groups: no advantage, and so no other force either."""
+    metrics: dict[str, float]
+    values: ValueTargets | None = None
+    """What a value head on the policy's trunk learns beside the policy."""
+
+
+@dataclass(kw_only=True)
+class PolicyLearner(ABC):
+    """A learner with a clipped policy gradient. Light and picklable until `load`.
+
+    The defaults are what worked for small models on a CPU; none of them is proven for agents in general.
+    """
+
+    model: Path | str = field(kw_only=False)
+    """Model folder to start from; also the reference of the KL term."""
+    off_policy: OffPolicy | OffPolicyName | None = None
+    """What bridges the gap between sampler and policy. Must be chosen for asynchronous training; None trains on
+    data of the current policy alone, and refuses older data."""
+    correction: Correction | None = None
+    """Weights, beside a name in `off_policy`; None stands for truncation at 2, and `Correction(lower=1.0, upper=1.0)`
+    for no correction under the same clip."""
+    rewards: RewardScheme = field(default=RewardScheme())
+    """What is learned from: by default what the environment paid. Evaluations never see it."""
+    surrogate: Surrogate = "clip"
+    """What is clipped, and over which unit."""
+    clip: tuple[float, float] | Clip | None = None
+    """Offsets below and above ratio 1; None stands for (0.2, 0.28) per token, every other surrogate needs its own."""
+    aggregation: Aggregation | Literal["auto"] = "auto"
+    """`auto`: a mean over the units of the surrogate; over tokens, when it has none and every trajectory is one
+    segment, else over trajectories."""
+    length_constant: float | None = None
+    """Divisor of seq_mean_token_sum_norm."""
+    epochs: int = 1
+    minibatches: int = 2
+    """Optimizer steps per epoch; trajectories are dealt into them at random."""
+    muon_lr: float = 2e-3
+    adamw_lr: float = 1e-3
+    schedule: Schedule = field(default=Schedule(warmup_updates=5))
+    updates: int = 0
+    """Length of the run, for the decay of the learning rates; 0 leaves that to `schedule`."""
+    max_grad_norm: float = 1.0
+    kl_coef: float = 0.0
+    kl_in: KLPlace = "reward"
+    entropy_coef: float = 0.0
+    sampling: Sampling = field(default=Sampling())
+    """How the rollouts are sampled: log-probs are taken at this temperature."""
+    allow_truncated_sampling: bool = False
+    """Train although top-p or top-k cut the distribution, with ratios over the whole vocabulary: biased."""
+    parity: Parity = "error"
+    parity_tolerance: float = 1e-4
+    parity_batches: int = 3
+    """Batches with fresh tokens on which a parity failure is an error; later ones only report it."""
+    min_ess_ratio: float = 0.05
+    """Stop when the token-level effective sample size stays below this share for `min_ess_batches` batches in a row:
+    the data says nothing any more. In one batch a single token of ratio e^7, which the loss truncates, can do that."""
+    min_ess_batches: int = 3
+    microbatch_tokens: int = 8192
+    """Tokens per forward pass; changes speed and memory, not the result beyond rounding."""
+    seed: int = 0
+
+    _state: PolicyState | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        name_of = type(self).__name__
+        for name in ("epochs", "minibatches", "microbatch_tokens", "min_ess_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive: got {getattr(self, name)} ({name_of})")
+        for name in ("max_grad_norm", "parity_tolerance"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive: got {getattr(self, name)} ({name_of})")
+        if self.aggregation != "auto" and self.aggregation not in AGGREGATIONS:
+            raise ConfigError(f"aggregation must be auto or one of {', '.join(AGGREGATIONS)}: got {self.aggregation!r}")
+        if self.aggregation == "seq_mean_token_sum_norm" and self.length_constant is None:
+            raise ConfigError("length_constant must be set for seq_mean_token_sum_norm: got None; use the token limit")
+        if self.parity not in ("error", "report"):
+            raise ConfigError(f"parity must be error or report: got {self.parity!r}")
+        check_temperature(self.sampling.temperature)
+        if (self.sampling.top_p < 1.0 or self.sampling.top_k > 0) and not self.allow_truncated_sampling:
+            raise ConfigError(
+                "sampling must keep the whole vocabulary to form ratios: "
+                f"got top_p={self.sampling.top_p}, top_k={self.sampling.top_k}; "
+                "use top_p=1, top_k=0, or allow_truncated_sampling=True and accept the bias"
+            )
+        if self.updates and not self.schedule.total_updates:
+            self.schedule = msgspec.structs.replace(self.schedule, total_updates=self.updates)
+        _ = self.objective  # checks its own part
+
+    # --- what a learner decides
+
+    @abstractmethod
+    def _select(self, batch: Batch) -> tuple[Keep, dict[str, float]]:
+        """Return who trains, and why others do not, as metrics."""
+
+    @abstractmethod
+    def _credit(self, scored: Scored) -> Credit:
+        """Return the advantage of every token."""
+
+    def _policy_from(self, folder: Path) -> PolicyModel:
+        """Return the policy's model as it is trained."""
+        return PolicyModel.load(folder)
+
+    @property
+    def turn_discount(self) -> float:
+        """Discount per turn, which shaping by potentials must share."""
+        return 1.0
+
+    def turn_rewards(self, trajectory: Trajectory) -> Sequence[float]:
+        """Return what each recorded turn is paid; NaN where that cannot be told."""
+        if self.rewards.is_plain:
+            return recorded_rewards(trajectory)
+        return self.rewards.rewards(trajectory, gamma=self.turn_discount).total_T.tolist()
+
+    def _value_loss(self, scores: Scores, values: ValueTargets, at_P: Tensor, mask_N: Tensor) -> Tensor:
+        """Return one forward pass's share of the value loss of a head on the trunk; (): normalised over `mask_N`."""
+        raise NotImplementedError(f"{type(self).__name__} gives value targets to the trunk but no loss for them")
+
+    # --- the protocol
+
+    @property
+    def objective(self) -> Objective:
+        """The loss in use."""
+        return Objective(
+            surrogate=self.surrogate,
+            clip=Clip(*self.clip) if isinstance(self.clip, tuple) else self.clip,
+            off_policy=self.off_policy,
+            correction=self.correction,
+            kl_coef=self.kl_coef,
+            kl_in=self.kl_in,
+            entropy_coef=self.entropy_coef,
+        )
+
+    def load(self, folder: Path | None) -> None:
+        """Get ready from a checkpoint, or from `model` when None.
+
+        Raises: ConfigError, PublishError: no model in the folder. LearnerError: the checkpoint is unreadable.
+        """
+        model = self._policy_from(Path(self.model) if folder is None else folder / "model")
+        reference = PolicyModel.load(Path(self.model)).requires_grad_(False) if self.kl_coef else None
+        optimizer = MuonAdamW(model, muon_lr=self.muon_lr, adamw_lr=self.adamw_lr)
+        self._state = PolicyState(model, optimizer, seed=self.seed, reference=reference)
+        self._state.serves_values = PolicyModel.read_config(Path(self.model)).value_head
+        if folder is not None:
+            self._state.restore(folder)
+
+    def update(self, batch: Batch) -> UpdateReport:
+        """Learn from one batch and report what happened.
+
+        Raises: LearnerError: parity failed, the data is too far off-policy, or a loss or gradient is not finite; the
+        weights are those of the last complete optimizer step. RecordError: a trajectory contradicts itself.
+        """
+        state = self._loaded
+        # 1. Who trains; lay their tokens out.
+        self._require_rewards(batch)
+        keep, metrics = self._select(batch)
+        tokens = lay_out(batch, keep, vocabulary_size=state.model.config.vocab_size)
+        # 2. The policy as it is now: anchor of the clip, and the check that sampler and learner agree.
+        proximal_N, entropy_N = self._score(state.model, tokens)
+        metrics |= self._measure(tokens, proximal_N, entropy_N, batch.policy_version)
+        reference_N = self._score(state.reference, tokens)[0] if state.reference else None
+        kl_N = None if reference_N is None else proximal_N - reference_N
+        if kl_N is not None:
+            metrics["reference_kl_k1"] = float(kl_N[tokens.mask_N].sum()) / max(tokens.policy_tokens, 1)
+        # 3. What each token was worth.
+        credit = self._credit(Scored(batch, keep, tokens, proximal_N, entropy_N, kl_N))
+        # 4. A few steps on random parts of it.
+        data = UpdateData(
+            tokens,
+            advantages_N=torch.where(tokens.mask_N, credit.advantages_N, 0.0),
+            proximal_N=proximal_N,
+            reference_N=reference_N,
+            is_silent_N=credit.is_silent_N,
+            mode=self.objective.default_mode(tokens) if self.aggregation == "auto" else self.aggregation,
+            policy_version=batch.policy_version,
+        )
+        tally = StepTally()
+        for _ in range(self.epochs):
+            for rows in minibatches(tokens, self.minibatches, state.generator):
+                self._step(state, data, credit.values, rows, tally)
+        state.updates += 1
+        return UpdateReport(metrics | credit.metrics | tally.metrics())
+
+    def save_weights(self, path: Path) -> None:
+        """Write the policy's weights to one safetensors file, whole or not at all.
+
+        A value head goes along only if the model that training started from has one: servers hold that model.
+        """
+        state = self._loaded
+        state.model.save_weights(path, value_head=state.serves_values)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint: a whole model folder under `model`, and everything else in `learner.pt`."""
+        self._loaded.save(folder)
+        tokenizer = Path(self.model) / "tokenizer.json"
+        if tokenizer.exists():
+            write_atomically(folder / "model" / "tokenizer.json", tokenizer.read_bytes())
+
+    @property
+    def _loaded(self) -> PolicyState:
+        if self._state is None:
+            raise LearnerError("load() must come first: the learner has no weights yet")
+        return self._state
+
+    def _score(self, model: PolicyModel, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        temperature = self.sampling.temperature
+        return score_tokens(model, tokens, temperature=temperature, microbatch_tokens=self.microbatch_tokens)
+
+    def _measure(self, tokens: TokenBatch, proximal_N: Tensor, entropy_N: Tensor, version: int) -> dict[str, float]:
+        """Return how policy and sampler differ; raise where they must not."""
+        state = self._loaded
+        self._require_fresh(tokens, version)
+        parity = measure_parity(tokens, proximal_N, policy_version=version)
+        if self.parity == "error" and parity.tokens and state.parity_batches < self.parity_batches:
+            require_parity(parity, self.parity_tolerance)
+            state.parity_batches += 1
+        metrics = sampler_mismatch(tokens, proximal_N, policy_version=version)
+        self._require_sample(metrics["ess_token_ratio"] if tokens.policy_tokens else 1.0)
+        return metrics | {
+            "entropy": float(entropy_N[tokens.mask_N].mean()) if tokens.policy_tokens else 0.0,
+            "policy_tokens": float(tokens.policy_tokens),
+            "parity_tokens": float(parity.tokens),
+            "parity_max_abs": parity.max_abs,
+        }
+
+    def _require_rewards(self, batch: Batch) -> None:
+        """Raise when the first batch has nothing by a name that the rewards rely on."""
+        trajectories = [t for group in batch.groups for t in group.trajectories if t.end.is_terminal]
+        if self._loaded.updates == 0 and trajectories and (absent := self.rewards.absent(trajectories)):
+            given = sorted({name for t in trajectories for turn in t.turns for name in (*turn.rewards, *turn.scores)})
+            raise ConfigError(
+                f"rewards must be there to learn from: nothing is called {', '.join(absent)} in the first batch, "
+                f"which has {', '.join(given) or 'no rewards or scores at all'}; correct the names, or give the "
+                "Runtime scorers"
+            )
+
+    def _require_fresh(self, tokens: TokenBatch, version: int) -> None:
+        """Raise when old tokens came in and nobody said how to correct for that."""
+        if self.off_policy is None:
+            lag_P = version - tokens.versions_N[tokens.mask_N]
+            require_off_policy_choice(None, int(lag_P.max()) if len(lag_P) else 0)
+
+    def check_staleness(self, max_staleness: int) -> None:
+        """Refuse to start asynchronous training without a choice of `off_policy`.
+
+        Raises: ConfigError: there is none; the message explains the options.
+        """
+        require_off_policy_choice(self.off_policy, max_staleness)
+
+    def _require_sample(self, ess_ratio: float) -> None:
+        """Raise when the batches have said nothing for too long."""
+        state = self._loaded
+        state.low_ess_batches = state.low_ess_batches + 1 if ess_ratio < self.min_ess_ratio else 0
+        if state.low_ess_batches >= self.min_ess_batches:
+            raise LearnerError(
+                f"effective sample size must be at least {self.min_ess_ratio} of the tokens: got {ess_ratio:.3f} "
+                f"after {self.min_ess_batches - 1} batches as low; lower max_staleness or the learning rates"
+            )
+
+    def _step(
+        self, state: PolicyState, data: UpdateData, values: ValueTargets | None, rows: list[int], tally: StepTally
+    ) -> None:
+        """Take one optimizer step on `rows`; none when no token of them can move the policy."""
+        tokens, objective = data.tokens, self.objective
+        mask_N = tokens.rows_mask(rows)
+        weights_N = token_weights(
+            mask_N,
+            data.mode,
+            row_ids=tokens.row_ids_N,
+            turn_ids=tokens.turn_ids_N,
+            trajectory_ids=tokens.trajectory_ids_N,
+            group_ids=tokens.group_ids_N,
+            length_constant=self.length_constant,
+        )
+        importance_N = objective.importance(data, mask_N)
+        tally.steps += 1
+        tally.tokens += int(mask_N.sum())
+        # Rows without any gradient need no forward pass; their weight in the means is already counted.
+        moves_N = objective.active_mask(data, mask_N)
+        if values is not None:
+            moves_N = moves_N | (values.mask_N & mask_N)
+        whole = objective.needs_whole_trajectories
+        active = tokens.row_ids_N[moves_N].unique().tolist()
+        for micro in microbatches(tokens, active, self.microbatch_tokens, whole_trajectories=whole):
+            at_P = micro.positions_P
+            with_entropy = self.entropy_coef != 0
+            scores = state.model.score(micro.packed, temperature=self.sampling.temperature, with_entropy=with_entropy)
+            loss, surrogate = objective.loss(scores, data, at_P, weights_N[at_P], importance_N[at_P])
+            if values is not None:
+                loss = loss + self._value_loss(scores, values, at_P, mask_N)
+            torch.autograd.backward(loss)
+            tally.add(loss, surrogate)
+        if active:
+            state.step(self.max_grad_norm, self.schedule, tally)

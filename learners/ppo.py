@@ -1,0 +1,209 @@
+"""PPO with a critic: every action against what was expected of the situation it was taken in.
+
+Credit per turn (one advantage for all tokens of an action), per token, or bi-level: turns first, then the tokens within
+each. Episodes that the collector cut short bootstrap from the value of their last context.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turngate.learners.advantages import masked_whiten
+from turngate.learners.advantages.steps import step_returns
+from turngate.learners.batch import TokenBatch
+from turngate.learners.critic import Critic, CriticConfig, ValueTargets, last_values, read_values, with_value_head
+from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit
+from turngate.learners.policy_learner import Credit, Keep, PolicyLearner, Scored
+from turngate.learners.turns import ActionTurns, action_turns, kept_trajectories, turn_tokens
+from turngate.learners.value_metrics import (
+    SuccessPredictions,
+    ValuePredictions,
+    bootstrap_share,
+    success_metrics,
+    value_metrics,
+)
+from turngate.learners.voting import critic_handling
+from turngate.runtime.engine.model import PolicyModel, Scores
+from turngate.runtime.types import Batch, Trajectory
+
+__all__ = ["PPO"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Episode:
+    """One trained episode: its actions, where their tokens are, and what follows the last."""
+
+    number: int
+    trajectory: Trajectory
+    actions: ActionTurns
+    positions: tuple[Tensor, ...]
+    """Per action, the positions of its tokens in the token batch."""
+    bootstrap: float | None
+    """V of the last context when the episode was cut short; None when it ended."""
+
+
+@dataclass(kw_only=True)
+class PPO(PolicyLearner):
+    """A learner with a critic. Sources: Schulman et al. 2017 (1707.06347); turns as steps: Li et al. 2025 (2512.17008).
+
+    Groups mean nothing to it: `group_size=1` works, and every episode teaches, whether its siblings differ or not.
+    """
+
+    credit: GAEConfig = field(default=GAEConfig())
+    """How finely credit is assigned, with its discounts and traces."""
+    critic: CriticConfig = field(default=CriticConfig())
+    whiten: bool = True
+    """Bring the advantages of a batch to mean 0 and deviation 1 over its policy tokens."""
+    critic_updates: int = 0
+    """Updates at the start in which the critic alone learns."""
+
+    needs_last_context: ClassVar[bool] = True
+    """Tells the runtime to record what the model would have seen next when an episode is cut short."""
+
+    _critic: Critic | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def turn_discount(self) -> float:
+        """Discount per turn."""
+        return self.credit.gamma
+
+    def load(self, folder: Path | None) -> None:
+        """Get ready from a checkpoint, or from `model` when None, of which a critic of its own starts as a copy."""
+        super().load(folder)
+        if self.critic.place == "separate":
+            start = self._loaded.model if folder is None else PolicyModel.load(folder / "critic")
+            self._critic = Critic(
+                with_value_head(start), self.critic, seed=self.seed + 1, microbatch_tokens=self.microbatch_tokens
+            )
+            if folder is not None:
+                self._critic.restore(folder / "critic")
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint: the policy's, and the critic's under `critic`."""
+        super().save(folder)
+        if self._critic is not None:
+            self._critic.save(folder / "critic")
+
+    def _policy_from(self, folder: Path) -> PolicyModel:
+        model = super()._policy_from(folder)
+        return with_value_head(model) if self.critic.place == "trunk" else model
+
+    def _select(self, batch: Batch) -> tuple[Keep, dict[str, float]]:
+        """Every episode trains whose reward and continuation are known."""
+        count = {"failed": 0, "unscorable": 0, "no_last_context": 0, "empty": 0}
+        longest = self._loaded.model.config.max_context - 1
+
+        def reason(trajectory: Trajectory) -> str:
+            if critic_handling(trajectory.end) == "drop":
+                return "failed"
+            actions = action_turns(trajectory, self.turn_rewards(trajectory))
+            if not actions.turns:
+                return "empty"
+            if actions.rewards_T.isnan().any():
+                return "unscorable"
+            is_cut = critic_handling(trajectory.end) == "bootstrap"
+            return "no_last_context" if is_cut and not 0 < len(trajectory.last_context) // 4 <= longest else ""
+
+        keep: list[list[bool]] = []
+        for group in batch.groups:
+            reasons = [reason(trajectory) for trajectory in group.trajectories]
+            keep.append([not r for r in reasons])
+            for r in filter(None, reasons):
+                count[r] += 1
+        return keep, {f"excluded_{name}": float(n) for name, n in count.items()}
+
+    def _credit(self, scored: Scored) -> Credit:
+        tokens = scored.tokens
+        generated = tokens.masked(tokens.generated_N)
+        values_N = self._values(generated)
+        episodes = self._episodes(scored.batch, scored.keep, generated)
+        advantages_N, targets_N = torch.zeros(len(values_N)), torch.zeros(len(values_N))
+        has_target_N = torch.zeros_like(tokens.mask_N)
+        turn_advantages: list[Tensor] = []
+        for episode in episodes:
+            credit = self._episode_credit(episode, values_N, scored.kl_N)
+            turn_advantages.append(credit.turn_advantages_T)
+            for at, of_turn, towards in zip(episode.positions, credit.advantages, credit.targets, strict=True):
+                learned = at[:1] if self.credit.level == "turn" else at
+                advantages_N[at] = of_turn
+                targets_N[learned] = towards[: len(learned)]
+                has_target_N[learned] = True
+        targets = ValueTargets(targets_N, has_target_N, values_N)
+        metrics = self._critic_metrics(episodes, values_N)
+        if self._critic is not None:
+            metrics |= self._critic.learn(generated, targets)
+        if self.whiten:
+            advantages_N = masked_whiten(advantages_N, tokens.mask_N)
+        if self._loaded.updates < self.critic_updates:
+            advantages_N = torch.zeros_like(advantages_N)
+        return Credit(
+            advantages_N,
+            torch.zeros_like(tokens.mask_N),
+            metrics,
+            values=None if self._critic is not None else targets,
+        )
+
+    def _values(self, tokens: TokenBatch) -> Tensor:
+        if self._critic is not None:
+            return self._critic.values(tokens)
+        return read_values(self._loaded.model, tokens, self.critic, microbatch_tokens=self.microbatch_tokens)
+
+    def _last_values(self, trajectories: list[Trajectory]) -> list[float]:
+        contexts = [np.frombuffer(t.last_context, np.int32) for t in trajectories]
+        if self._critic is not None:
+            return self._critic.last_values(contexts).tolist()
+        model, limit = self._loaded.model, self.microbatch_tokens
+        return last_values(model, contexts, self.critic, microbatch_tokens=limit).tolist()
+
+    def _episodes(self, batch: Batch, keep: Keep, tokens: TokenBatch) -> list[_Episode]:
+        kept = list(kept_trajectories(batch, keep))
+        cut = [(number, t) for number, t in kept if critic_handling(t.end) == "bootstrap"]
+        bootstraps = dict(zip([n for n, _ in cut], self._last_values([t for _, t in cut]), strict=True))
+        positions = turn_tokens(tokens)
+        episodes: list[_Episode] = []
+        for number, trajectory in kept:
+            actions = action_turns(trajectory, self.turn_rewards(trajectory))
+            where = tuple(positions[number][turn] for turn in actions.turns)
+            episodes.append(_Episode(number, trajectory, actions, where, bootstraps.get(number)))
+        return episodes
+
+    def _episode_credit(self, episode: _Episode, values_N: Tensor, kl_N: Tensor | None) -> EpisodeCredit:
+        has_penalty = kl_N is not None and self.kl_in == "reward"
+        return compute_episode_credit(
+            episode.actions.rewards_T,
+            [values_N[at] for at in episode.positions],
+            bootstrap=episode.bootstrap,
+            config=self.credit,
+            token_rewards=[-self.kl_coef * kl_N[at] for at in episode.positions]
+            if has_penalty and kl_N is not None
+            else None,
+        )
+
+    def _value_loss(self, scores: Scores, values: ValueTargets, at_P: Tensor, mask_N: Tensor) -> Tensor:
+        assert scores.values_M is not None  # the trunk has a head
+        at_V = values.mask_N[at_P].nonzero().squeeze(-1)
+        old_V, targets_V = values.old_N[at_P][at_V], values.targets_N[at_P][at_V]
+        loss = self.critic.loss(scores.values_M[at_V], targets_V, old_V).sum()
+        return self.critic.coef * loss / max(int((values.mask_N & mask_N).sum()), 1)
+
+    def _critic_metrics(self, episodes: list[_Episode], values_N: Tensor) -> dict[str, float]:
+        """Return how good the values at the start of turns were, before the update; over terminal episodes alone."""
+        ended = [e for e in episodes if e.bootstrap is None]
+        metrics: dict[str, float] = {}
+        share = bootstrap_share([e.trajectory.end for e in episodes])
+        if share is not None:
+            metrics["bootstrap_share"] = share
+        if not ended:
+            return metrics
+        values = [values_N[torch.stack([at[0] for at in e.positions])] for e in ended]
+        returns = [step_returns(e.actions.rewards_T, gamma=self.credit.gamma) for e in ended]
+        index_P = torch.cat([torch.arange(len(v)) for v in values])
+        metrics |= value_metrics(ValuePredictions(torch.cat(values), torch.cat(returns), index_P))
+        if self.critic.kind == "success":
+            is_success = [torch.full((len(e.positions),), e.trajectory.outcome > 0) for e in ended]
+            metrics |= success_metrics(SuccessPredictions(torch.cat(values), torch.cat(is_success), index_P))
+        return metrics
