@@ -272,3 +272,13 @@ def test_cispo_has_a_floor_where_one_is_asked_for() -> None:
     logp = tokens(-LOG2 - 3).requires_grad_()
     _, coefficient = cispo_loss(logp, tokens(-3.0), tokens(1.0), everything(logp), clip=Clip(0.2, 4.0))
     assert coefficient.item() == pytest.approx(0.8)
+
+
+def test_trls_epsilon_high_of_cispo_is_a_cap_and_ours_an_offset_from_1() -> None:
+    # trl's grpo_trainer: coef = clamp(ratio, max=epsilon_high); epsilon_high=5 is Clip(1, 4) here.
+    logp, old = tokens(0.0, LOG2 - 3, -3.0), tokens(-4.0, -3.0, -1.0)
+    trl = (logp - old).exp().clamp(max=5.0)
+    _, ours = cispo_loss(logp, old, tokens(1.0, 1.0, 1.0), everything(logp), clip=Clip(1.0, 4.0))
+    _, read_as_theirs = cispo_loss(logp, old, tokens(1.0, 1.0, 1.0), everything(logp), clip=Clip(1.0, 5.0))
+    torch.testing.assert_close(ours, trl)
+    assert read_as_theirs[0, 0].item() == pytest.approx(6.0)
