@@ -18,6 +18,7 @@ from torch import Tensor
 from turngate.envs.base import End, Task
 from turngate.learners.ratios import check_shapes
 from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.opening import opening_messages
 from turngate.runtime.types import Message, Trajectory, Turn
 
 __all__ = [
@@ -138,8 +139,9 @@ def relabel(
         turns=tuple(_retold(turn, step) for turn, step in zip(trajectory.turns, steps, strict=False)),
         segments=(),
         end=end,
-        messages=_restated(trajectory.messages, len(steps), restate),
+        messages=_restated(trajectory, len(steps), restate),
         last_context=b"",
+        last_context_is_whole=False,
         trainable=False,
         untrainable_because=RELABELLED,
     )
@@ -148,11 +150,12 @@ def relabel(
 def hindsight_dialogues(trajectories: Iterable[Trajectory]) -> list[tuple[Message, ...]]:
     """Return the conversations of relabelled successes, to imitate with `clone`.
 
-    Left out are episodes that did not succeed, and those with turns the policy did not choose: cloning would imitate
-    them, too. Raises: LearnerError: an episode was not relabelled.
+    Left out are episodes that did not succeed, and those with replies that are not the policy's own in this episode,
+    injected ones and those before a restart: cloning would imitate them, too.
+    Raises: LearnerError: an episode was not relabelled.
     """
     chosen = [_relabelled(trajectory) for trajectory in trajectories]
-    return [t.messages for t in chosen if t.end is End.success and not any(turn.injected for turn in t.turns)]
+    return [t.messages for t in chosen if t.end is End.success and not _is_helped(t)]
 
 
 def value_examples(trajectory: Trajectory, *, gamma: float) -> list[ValueExample]:
@@ -165,7 +168,8 @@ def value_examples(trajectory: Trajectory, *, gamma: float) -> list[ValueExample
         raise ConfigError(f"gamma must be from 0 to 1: got {gamma}")
     if not _relabelled(trajectory).end.is_terminal:
         return []
-    starts = [i for i, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    opening = len(opening_messages(trajectory))
+    starts = [i for i, m in enumerate(trajectory.messages) if m.role == "assistant" and i >= opening]
     if len(starts) != len(trajectory.turns):
         raise LearnerError(
             f"messages must hold one reply per turn: expected {len(trajectory.turns)}, got {len(starts)} "
@@ -250,17 +254,23 @@ def _retold(turn: Turn, step: HindsightStep) -> Turn:
     )
 
 
-def _restated(messages: Sequence[Message], turns: int, restate: Callable[[str], str]) -> tuple[Message, ...]:
+def _restated(trajectory: Trajectory, turns: int, restate: Callable[[str], str]) -> tuple[Message, ...]:
     """Return the history up to the answer to the last of `turns`, with the goal before the first action restated."""
-    head = list(takewhile(lambda message: message.role != "assistant", messages))
-    kept = [msgspec.structs.replace(message, content=restate(message.content)) for message in head]
+    opening = opening_messages(trajectory)
+    prompts = list(takewhile(lambda message: message.role != "assistant", opening))
+    kept = [msgspec.structs.replace(message, content=restate(message.content)) for message in prompts]
+    kept += opening[len(prompts) :]
     replies = 0
-    for message in messages[len(head) :]:
+    for message in trajectory.messages[len(opening) :]:
         replies += message.role == "assistant"
         if replies > turns:
             break
         kept.append(message)
     return tuple(kept)
+
+
+def _is_helped(trajectory: Trajectory) -> bool:
+    return trajectory.restarted_from is not None or any(turn.injected for turn in trajectory.turns)
 
 
 def _relabelled(trajectory: Trajectory) -> Trajectory:

@@ -264,18 +264,17 @@ class RewardScheme:
     def absent(self, trajectories: Iterable[Trajectory]) -> tuple[str, ...]:
         """Return the components and scores this scheme relies on that no turn of all these trajectories has.
 
-        One episode may well lack a component: one that is cut short has no outcome. When a whole batch lacks it the
-        name is misspelt, or no scorer of that name runs.
+        When a whole batch lacks a name it may be misspelt, or no scorer of that name runs. Components are only missed
+        when an episode came to an end of its own: many are paid there, the outcome first of all.
         """
-        gold = ["outcome"] if self.scores else []
-        wanted: dict[str, None] = dict.fromkeys([*(self.weights or {}), *self.once, *gold, *self.scores])
-        for trajectory in trajectories:
-            for turn in trajectory.turns:
-                for name in [n for n in wanted if n in turn.rewards or n in turn.scores]:
-                    del wanted[name]
-            if not wanted:
-                break
-        return tuple(wanted)
+        episodes = tuple(trajectories)
+        components = ({"outcome"} if self.scores else set[str]()) | set(self.once) | set(self.weights or ())
+        if not any(trajectory.end.is_terminal for trajectory in episodes):
+            components = set[str]()
+        turns = [turn for trajectory in episodes for turn in trajectory.turns]
+        paid = {name for turn in turns for name in turn.rewards}
+        scored = {name for turn in turns for name in turn.scores}
+        return tuple(sorted((components - paid) | (set(self.scores) - scored)))
 
     @property
     def trajectory_noop(self) -> str:

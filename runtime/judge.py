@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import TypeAlias
 
 import anyio
 
+from turngate.envs.base import ToolCall
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import ConfigError, MalformedReply
 from turngate.runtime.lru import LRU
+from turngate.runtime.opening import opening_messages
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Completion, Message, Sampling, Trajectory
 from turngate.runtime.unwrap import single_errors
@@ -108,20 +109,23 @@ class JudgeEndpoint:
 
 
 def turn_prompt(trajectory: Trajectory, turn: int, *, question: str = QUESTION) -> list[Message]:
-    """Return the default prompt: the task, the start, and every turn up to `turn` with its answer, as JSON lines.
+    """Return the default prompt: the task, what came before, and all turns up to `turn` with answers, as JSON lines.
 
     JSON, so that no text of the agent or its environment can end the evidence and begin to speak for us.
     """
-    start = takewhile(lambda message: message.role != "assistant", trajectory.messages)
     lines: list[Mapping[str, object]] = [{"task": trajectory.task.prompt}]
-    lines.extend({message.role: message.content} for message in start)
+    for message in opening_messages(trajectory):
+        is_agent = message.role == "assistant"
+        lines.append(_said(message.content, message.tool_calls) if is_agent else {message.role: message.content})
     for done in trajectory.turns[: turn + 1]:
-        said: dict[str, object] = {"agent": done.text}
-        if done.tool_calls:
-            said["calls"] = [{call.name: call.arguments} for call in done.tool_calls]
-        lines.extend((said, {"answer": done.observation}))
+        lines.extend((_said(done.text, done.tool_calls), {"answer": done.observation}))
     evidence = "\n".join(json.dumps(line) for line in lines)  # ASCII: lone surrogates come as escapes
     return [Message("system", _SYSTEM), Message("user", f"{evidence}\n\n{question}")]
+
+
+def _said(text: str, calls: Sequence[ToolCall]) -> Mapping[str, object]:
+    said: dict[str, object] = {"agent": text}
+    return said | {"calls": [{call.name: call.arguments} for call in calls]} if calls else said
 
 
 def parse_score(reply: str) -> float:

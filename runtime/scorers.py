@@ -21,6 +21,7 @@ from turngate.runtime.errors import ConfigError, MalformedReply, ToolError
 from turngate.runtime.events import Events, ScoringFailed
 from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.lru import LRU
+from turngate.runtime.opening import opening_messages
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Trajectory, Turn
 from turngate.runtime.unwrap import single_errors
@@ -216,7 +217,7 @@ class ScorerSet:
 
 
 def content_key(trajectory: Trajectory) -> bytes:
-    """Return a digest of all that an episode shows: the task, what was said and answered, tokens, states, its end.
+    """Return a digest of all that an episode shows: task, opening, what was said and answered, tokens, states, end.
 
     Ids, seeds, times, log-probs and versions are left out, so siblings that did the same are alike.
     """
@@ -233,8 +234,8 @@ def content_key(trajectory: Trajectory) -> bytes:
         for t in trajectory.turns
     ]
     tokens = [(s.token_ids, s.turn_ids) for s in trajectory.segments]
-    head = list(itertools.takewhile(lambda message: message.role != "assistant", trajectory.messages))
-    return hashlib.blake2b(_encode((trajectory.task, head, turns, tokens, trajectory.end)), digest_size=16).digest()
+    shown = (trajectory.task, opening_messages(trajectory), turns, tokens, trajectory.end)
+    return hashlib.blake2b(_encode(shown), digest_size=16).digest()
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,8 @@ import msgspec
 from turngate.runtime.answers import writable
 from turngate.runtime.errors import RecordError
 from turngate.runtime.json_ids import DECODE_ERRORS
-from turngate.runtime.types import Message, Trajectory, Turn
+from turngate.runtime.opening import opening_messages
+from turngate.runtime.types import Trajectory, Turn
 
 __all__ = ["read_trajectories", "render_transcript", "write_trajectories"]
 
@@ -31,7 +32,7 @@ def render_transcript(trajectory: Trajectory) -> str:
     lines = [f"trajectory {trajectory.id}  task {trajectory.task.id}  seed {trajectory.seed}"]
     if (origin := trajectory.restarted_from) is not None:
         lines.append(f"restarted from trajectory {origin.origin} after {origin.turn} turns ({origin.reason}):")
-    for message in _head(trajectory):
+    for message in opening_messages(trajectory):
         lines += _block(message.role, message.content)
     for turn in trajectory.turns:
         lines += _turn_lines(turn)
@@ -98,13 +99,6 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
                 yield _decode(line)
             except DECODE_ERRORS as error:
                 raise RecordError(f"each line must hold a trajectory: {error} ({path}:{number})") from error
-
-
-def _head(trajectory: Trajectory) -> tuple[Message, ...]:
-    """What was there before the first of the trajectory's own turns: the task, and the turns before a restart."""
-    starts = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
-    own = len(trajectory.turns)
-    return trajectory.messages[: starts[-own]] if 0 < own <= len(starts) else trajectory.messages
 
 
 def _turn_lines(turn: Turn) -> list[str]:

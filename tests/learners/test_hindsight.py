@@ -26,7 +26,7 @@ from turngate.learners.hindsight import (
     value_examples,
 )
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.types import Batch, Group, Message, Segment, Snapshot, Trajectory, Turn
+from turngate.runtime.types import Batch, Group, Message, RestartedFrom, Segment, Snapshot, Trajectory, Turn
 
 GOAL = Task("buy B", "Get B.")
 
@@ -209,6 +209,23 @@ def test_dialogues_to_imitate_are_successes_of_the_policys_own() -> None:
     cut = relabelled("A", end=End.turn_limit)
     helped = relabelled("A", "B", injected=1)
     assert hindsight_dialogues([success, cut, helped]) == [success.messages]
+
+
+def restarted(*reached: str) -> Trajectory:
+    """An episode that began behind a turn of another one."""
+    trajectory = episode(*reached)
+    head, rest = trajectory.messages[:2], trajectory.messages[2:]
+    before = (Message("assistant", "take Y"), Message("user", "now Y"))
+    origin = RestartedFrom("other", 1, 0, "invalid")
+    return msgspec.structs.replace(trajectory, messages=head + before + rest, restarted_from=origin)
+
+
+def test_turns_before_a_restart_are_context_and_not_imitated() -> None:
+    trajectory = relabel(restarted("A", "B", "C"), GOAL, has_goal, restate=restate)
+    said = ["Rules.", "Get B.", "take Y", "now Y", "take A", "now A", "take B", "now B"]
+    assert [m.content for m in trajectory.messages] == said
+    assert [len(example.messages) for example in value_examples(trajectory, gamma=1.0)] == [4, 6]
+    assert hindsight_dialogues([trajectory]) == []
 
 
 def test_critic_gets_each_history_with_the_return_that_followed() -> None:

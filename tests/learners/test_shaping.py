@@ -359,7 +359,13 @@ def test_names_that_nobody_gives_are_told() -> None:
     assert scheme.absent([episode([{}]), episode([{"outcome": 1.0}])]) == ("fromat", "judge")
     assert scheme.absent([episode([{"outcome": 1.0, "fromat": 0.0}], [{"judge": 0.5}])]) == ()
     assert RewardScheme(potential="p").absent([episode([{"reward": 1.0}], [{"p": 0.5}])]) == ("outcome",)
-    assert RewardScheme().absent([]) == ()
+    assert RewardScheme(once=("format",)).absent([episode([{"outcome": 1.0}])]) == ("format",)
+    assert RewardScheme().absent([episode([{}])]) == ()
+
+
+def test_components_are_not_missed_while_no_episode_has_come_to_its_end() -> None:
+    scheme = RewardScheme(weights={"outcome": 1.0}, process="judge")
+    assert scheme.absent([episode([{}], end=End.turn_limit)]) == ("judge",)
 
 
 def test_shaping_by_potential_is_told_to_be_idle_for_credit_per_trajectory() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from turngate.envs.base import End, Task, ToolCall
@@ -52,6 +53,19 @@ def test_prompt_shows_the_history_up_to_the_turn_and_nothing_after_it() -> None:
         {"answer": "saw second"},
     ]
     assert messages[1].content.endswith("\n\nWill it?")
+
+
+def test_prompt_shows_what_came_before_a_restart() -> None:
+    before = (Message("assistant", "old", (ToolCall("1", "f", "{}"),)), Message("tool", "gone", (), "1"))
+    own = (Message("assistant", "first"), Message("user", "saw first"))
+    trajectory = episode("first")
+    trajectory = msgspec.structs.replace(trajectory, messages=trajectory.messages + before + own)
+    assert evidence(turn_prompt(trajectory, 0))[3:] == [
+        {"agent": "old", "calls": [{"f": "{}"}]},
+        {"tool": "gone"},
+        {"agent": "first"},
+        {"answer": "saw first"},
+    ]
 
 
 def test_prompt_shows_tool_calls() -> None:
