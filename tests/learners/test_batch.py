@@ -189,6 +189,18 @@ def test_p1_every_trained_token_is_in_exactly_one_pass(lengths: list[int], cap: 
     assert sorted(seen) == tokens.mask_N.nonzero().squeeze(-1).tolist()
 
 
+@given(lengths_lists, st.integers(1, 300))
+def test_whole_trajectories_share_a_pass_when_asked_to_and_nothing_else_changes(lengths: list[int], cap: int) -> None:
+    tokens = many(lengths)
+    rows = list(range(len(tokens.row_lengths)))
+    passes = [m.positions_P for m in microbatches(tokens, rows, cap, whole_trajectories=True)]
+    owners = [set(tokens.trajectory_ids_N[positions_P].tolist()) for positions_P in passes]
+    assert sum(len(o) for o in owners) == len(set(tokens.row_trajectories))
+    assert sorted(torch.cat(passes).tolist()) == tokens.mask_N.nonzero().squeeze(-1).tolist()
+    for positions_P, owner in zip(passes, owners, strict=True):
+        assert len(owner) == 1 or sum(tokens.row_lengths[r] for r in tokens.row_ids_N[positions_P].unique()) <= cap
+
+
 @given(lengths_lists, st.integers(1, 5), st.integers(0, 10))
 def test_minibatches_never_split_a_trajectory(lengths: list[int], parts: int, seed: int) -> None:
     tokens = many(lengths)

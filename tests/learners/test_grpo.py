@@ -26,7 +26,9 @@ EASY = {"parity": "report", "off_policy": "decoupled"}
 
 
 def learner(folder: Path, **options: Any) -> GRPO:
-    grpo = GRPO(folder, **({"epochs": 2, "off_policy": "decoupled"} | options))  # two passes, so that data is reused and clipped
+    grpo = GRPO(
+        folder, **({"epochs": 2, "off_policy": "decoupled"} | options)
+    )  # two passes, so that data is reused and clipped
     grpo.load(None)
     return grpo
 
@@ -173,6 +175,24 @@ def test_p1_micro_batches_change_nothing(lab: Any, folder: Path, model: PolicyMo
     a, b = whole.update(batch).metrics, cut.update(batch).metrics
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-3, abs=1e-7)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(tensor, weights(cut)[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "clip"),
+    [("cispo", (1.0, 4.0)), ("turn_prod", (0.1, 0.1)), ("turn_geo", (0.02, 0.02)), ("sequence_geo", (0.01, 0.01))],
+)
+@pytest.mark.parametrize("drop", [False, True])
+def test_every_surrogate_trains_and_micro_batches_change_nothing(
+    lab: Any, folder: Path, model: PolicyModel, surrogate: str, clip: tuple[float, float], drop: bool
+) -> None:
+    batch = changed(lab.sample_batch(model, REWARDS, policy_version=2, drop_early_turns=drop), -0.25)
+    options = {"surrogate": surrogate, "clip": clip, "off_policy": "decoupled", "epochs": 2}
+    whole, cut = learner(folder, **options), learner(folder, **options, microbatch_tokens=16)
+    a, b = whole.update(batch).metrics, cut.update(batch).metrics
+    assert a["optimizer_steps"] == 4
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(tensor, weights(cut)[name], rtol=1e-3, atol=1e-4)
 
