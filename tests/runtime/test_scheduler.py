@@ -15,7 +15,7 @@ from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection, Collector, TaskStream
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.testing import FakeEndpoint
-from turngate.runtime.types import Group, Message, Segment, Trajectory, Turn
+from turngate.runtime.types import Group, Message, RestartedFrom, Segment, Trajectory, Turn
 
 TASKS = [Task(str(n)) for n in range(5)]
 
@@ -335,3 +335,14 @@ async def test_a_stale_restart_group_is_dropped_and_no_task_is_requeued() -> Non
     assert lab.ledger.dropped == {"stale": 6}
     assert (lab.stream.position, lab.stream.waiting()) == (2, ())
     lab.ledger.check()
+
+
+def test_a_restart_group_that_was_trained_on_is_no_news_of_its_tasks_start() -> None:
+    lab = Lab(lambda *_: End.success, requeues=1)
+    lost = Group(id="g0", task=TASKS[0], order=0, trajectories=())
+    origin = RestartedFrom("g0.0", 1, 0, "invalid")
+    member = Trajectory(id="g1.0", task=TASKS[0], end=End.success, restarted_from=origin)
+    for _ in range(2):
+        lab.collector.drop_stale(lost)
+        lab.collector.consumed([Group(id="g1", task=TASKS[0], order=1, trajectories=(member,))])
+    assert lab.stream.waiting() == ("0",)  # requeued once, as often as it may be
