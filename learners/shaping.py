@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from turngate.envs.base import Action
+from turngate.envs.base import Action, End
 from turngate.envs.detectors import Detector, ObservedAction, invalid_actions, repeated_actions
 from turngate.learners.ratios import check_shapes
 from turngate.runtime.errors import ConfigError, LearnerError, RecordError
@@ -265,11 +265,11 @@ class RewardScheme:
         """Return the components and scores this scheme relies on that no turn of all these trajectories has.
 
         When a whole batch lacks a name it may be misspelt, or no scorer of that name runs. Components are only missed
-        when an episode came to an end of its own: many are paid there, the outcome first of all.
+        once an episode has succeeded: environments may pay nothing, rather than 0, until then.
         """
         episodes = tuple(trajectories)
         components = ({"outcome"} if self.scores else set[str]()) | set(self.once) | set(self.weights or ())
-        if not any(trajectory.end.is_terminal for trajectory in episodes):
+        if not any(trajectory.end is End.success for trajectory in episodes):
             components = set[str]()
         turns = [turn for trajectory in episodes for turn in trajectory.turns]
         paid = {name for turn in turns for name in turn.rewards}

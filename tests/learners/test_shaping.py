@@ -363,9 +363,9 @@ def test_names_that_nobody_gives_are_told() -> None:
     assert RewardScheme().absent([episode([{}])]) == ()
 
 
-def test_components_are_not_missed_while_no_episode_has_come_to_its_end() -> None:
+def test_components_are_not_missed_while_no_episode_has_succeeded() -> None:
     scheme = RewardScheme(weights={"outcome": 1.0}, process="judge")
-    assert scheme.absent([episode([{}], end=End.turn_limit)]) == ("judge",)
+    assert scheme.absent([episode([{}], end=End.turn_limit), episode([{}], end=End.failure)]) == ("judge",)
 
 
 def test_shaping_by_potential_is_told_to_be_idle_for_credit_per_trajectory() -> None:
