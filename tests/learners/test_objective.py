@@ -253,6 +253,12 @@ def test_b2_13_stale_samples_weigh_in_the_kl_term_as_in_the_surrogate() -> None:
             assert loss_and_grad(objective, data, now)[1] == [pytest.approx(2 * 1.0 / 5)] * 5
 
 
+def test_b2_13_k1_in_the_loss_is_refused() -> None:
+    # Its expected gradient is 0 on-policy: a penalty that penalises nothing (huggingface/trl#4967, OpenRLHF#1309).
+    with pytest.raises(ConfigError, match="kl_in must be reward, loss_k2 or loss_ratio_k3: got 'loss_k1'"):
+        Objective(kl_coef=0.1, kl_in="loss_k1")
+
+
 def test_whole_trajectories_are_active_where_units_span_rows() -> None:
     tokens = token_batch(TURNS, [0, 0], NOW)
     data = update_data(PROXIMAL, values(1, 1, 1, 0, 0), tokens=tokens)
