@@ -1,5 +1,6 @@
 import time
 
+import msgspec
 import pytest
 
 from turngate.envs.base import End, Task
@@ -9,7 +10,7 @@ from turngate.runtime.ledger import Ledger
 from turngate.runtime.metrics import LoopLagMeter
 from turngate.runtime.slots import Slots
 from turngate.runtime.staleness import StalenessLimit
-from turngate.runtime.types import Batch, Group, Segment, Trajectory, Turn
+from turngate.runtime.types import Batch, Group, RestartedFrom, Segment, Trajectory, Turn
 
 
 def _batch() -> Batch:
@@ -39,6 +40,18 @@ def test_a_row_describes_the_batch_by_trajectory_and_by_token() -> None:
     row = gauges.row(_batch(), buffer, ledger)
     assert (row["success"], row["truncated"], row["turns"], row["tokens"]) == (0.5, 0.5, 1.0, 2.0)
     assert (row["lag_max"], row["lag_mean"], row["lag_min"], row["version_span_max"]) == (3, 2.25, 1, 1)
+
+
+def test_environment_steps_are_the_turns_of_every_episode_restarted_ones_included() -> None:
+    gauges, buffer, ledger = _gauges()
+    (group,) = _batch().groups
+    first, second = group.trajectories
+    restart = RestartedFrom("b", turn=1, policy_version=5, reason="invalid")
+    again = Turn(index=1, segment=0, start=1, length=1, text="b")
+    members = (msgspec.structs.replace(first, turns=(*first.turns, again), restarted_from=restart), second)
+    batch = Batch(groups=(msgspec.structs.replace(group, trajectories=members),), policy_version=6)
+    row = gauges.row(batch, buffer, ledger)
+    assert (row["env_steps"], row["turns"]) == (3.0, 1.0)
 
 
 def test_shares_split_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
