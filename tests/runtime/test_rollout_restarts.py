@@ -17,7 +17,7 @@ from turngate.runtime.injection import Actor, Injection
 from turngate.runtime.limits import Limits
 from turngate.runtime.restarts import RestartPoint, Restarts, find_restart_points
 from turngate.runtime.rollout import run_rollout
-from turngate.runtime.testing import FakeEndpoint, run_virtual
+from turngate.runtime.testing import FakeEndpoint, Outcome, cancel_everywhere, run_virtual
 from turngate.runtime.testing.endpoints import render_ids
 from turngate.runtime.types import NO_TURN, Message, RestartedFrom, Trajectory
 
@@ -265,3 +265,46 @@ def test_an_environment_that_says_nothing_new_still_restarts_with_its_tools() ->
     _, point = first_mistake()
     again = play(Silent, ["heads"] * 4, start=point)
     assert again.messages[0].content == "Heads or tails?"  # the origin's head, not the fresh episode's
+
+
+def test_cancelled_at_every_wait_a_restarted_or_injected_rollout_leaves_nothing_behind() -> None:
+    class Waiting(CoinFlipEnv):
+        async def restore(self, snapshot: Snapshot, seed: int) -> None:
+            await asyncio.sleep(1)
+            await super().restore(snapshot, seed)
+
+    async def act(messages: Sequence[Message], seed: int) -> str:
+        await asyncio.sleep(1)
+        return "edge"
+
+    _, point = first_mistake()
+    made: list[Waiting] = []
+    reported: list[Trajectory] = []
+
+    def make() -> Any:
+        made.clear()
+        reported.clear()
+
+        def make_env() -> Waiting:
+            made.append(Waiting(4))
+            return made[-1]
+
+        return run_rollout(
+            make_env,
+            TASK,
+            FakeEndpoint(["heads", "discarded"], latency_s=1),
+            start=point,
+            injection=Injection(1.0, act),
+            last_contexts=True,
+            limits=Limits(max_turns=4),
+            on_cancelled=reported.append,
+        )
+
+    def check(outcome: Outcome) -> None:
+        assert [env.closed for env in made] == [1] * len(made)
+        trajectory: Trajectory = reported[0] if outcome.cancelled else outcome.result
+        assert trajectory.end is (End.cancelled if outcome.cancelled else End.turn_limit)
+        assert trajectory.last_context_is_whole is not outcome.cancelled
+        assert sum(sum(segment.policy_mask) for segment in trajectory.segments) == trajectory.policy_tokens
+
+    assert cancel_everywhere(make, check) >= 4  # restore, actor, completion, look ahead
