@@ -21,12 +21,35 @@ from turngate.envs.shopping.shop import item_page
 from turngate.envs.shopping.shoppers import NOISY
 from turngate.envs.shopping.tasks import goal_sentence, split_of
 from turngate.learners.cloning import CloningConfig, CloningProgress, clone, score_chats
+from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.grpo import GRPO
 from turngate.learners.optimizers import Schedule
+from turngate.learners.policy_learner import PolicyLearner
+from turngate.learners.ppo import PPO
+from turngate.learners.step_credit import StepGroups
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.errors import ConfigError
 
-__all__ = ["CARELESS", "SHOPPING_CLONING", "knowledge", "lessons", "shopping_grpo", "shopping_policy"]
+__all__ = [
+    "CARELESS",
+    "SHOPPING_CLONING",
+    "SHOPPING_METHODS",
+    "knowledge",
+    "lessons",
+    "shopping_grpo",
+    "shopping_learner",
+    "shopping_policy",
+    "shopping_ppo",
+]
+
+SHOPPING_METHODS = {
+    "trajectory": "trajectory GRPO",
+    "step_groups": "step groups (GiGPO)",
+    "turn_gae": "turn-GAE PPO",
+    "bilevel_gae": "bi-level PPO",
+}
+"""Ways to assign credit that can be compared on this task, and what to call them in a table."""
 
 SHOPPING_CLONING = CloningConfig(steps=600, adamw_lr=0.02, schedule=Schedule(warmup_updates=10, decay_start=1.0))
 """At most so long at the full rate; this part ends when the checks are known. Embeddings of unit scale need the larger
@@ -116,17 +139,40 @@ def shopping_grpo(model: Path, updates: int, *, seed: int = 0, **changes: Any) -
     successes and say nothing, and what the others say gets noisier: twice these rates, or four steps a batch instead of
     two, reached 0.8 in 40 updates and then shook between 0.7 and 0.85, with ratios up to 50.
     """
-    schedule = Schedule(warmup_updates=5, total_updates=updates, decay_start=0.2, decay_to=0.1)
-    settings: dict[str, Any] = {
-        "preset": "grpo",
+    return GRPO(model, **({"preset": "grpo"} | _step_settings(updates, seed) | changes))
+
+
+def shopping_ppo(model: Path, updates: int, *, seed: int = 0, **changes: Any) -> PPO:
+    """Return a learner with a critic that takes the same steps as `shopping_grpo`; `changes` are fields of `PPO`."""
+    return PPO(model, **(_step_settings(updates, seed) | changes))
+
+
+def shopping_learner(method: str, model: Path, updates: int, *, seed: int = 0) -> PolicyLearner:
+    """Return the learner of one of `SHOPPING_METHODS`. They differ in how credit is assigned and in nothing else.
+
+    Raises: ConfigError: there is no such method.
+    """
+    if method == "trajectory":
+        return shopping_grpo(model, updates, seed=seed)
+    if method == "step_groups":
+        return shopping_grpo(model, updates, seed=seed, credit=StepGroups())
+    if method == "turn_gae":
+        return shopping_ppo(model, updates, seed=seed, credit=GAEConfig(level="turn"))
+    if method == "bilevel_gae":
+        return shopping_ppo(model, updates, seed=seed, credit=GAEConfig(level="bilevel"))
+    raise ConfigError(f"method must be one of {', '.join(SHOPPING_METHODS)}: got {method!r}")
+
+
+def _step_settings(updates: int, seed: int) -> dict[str, Any]:
+    """Return what all learners of this task share: the off-policy correction, and how large their steps are."""
+    return {
         "off_policy": "decoupled",
         "epochs": 1,
         "muon_lr": 2e-3,
         "adamw_lr": 1e-3,
-        "schedule": schedule,
+        "schedule": Schedule(warmup_updates=5, total_updates=updates, decay_start=0.2, decay_to=0.1),
         "seed": seed,
     }
-    return GRPO(model, **(settings | changes))
 
 
 def lessons(n: int, seed: int) -> list[Dialogue]:
