@@ -4,13 +4,11 @@ Either a model of its own, started from the policy's weights, or a value head on
 token is that of the state before it: V(h_t) sits at a turn's first token, V of a prefix at the tokens after.
 """
 
-import io
 import math
-import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,14 +16,24 @@ import torch
 from torch import Tensor
 
 from turngate.learners.batch import TokenBatch, length_sorted, microbatches, minibatches
+from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.optimizers import MuonAdamW
 from turngate.learners.value_losses import value_bce, value_loss_clipped
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import Ints, pack
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.files import write_atomically
+from turngate.runtime.types import NO_TURN
 
-__all__ = ["Critic", "CriticConfig", "ValueKind", "ValueTargets", "last_values", "read_values", "with_value_head"]
+__all__ = [
+    "Critic",
+    "CriticConfig",
+    "ValueKind",
+    "ValueTargets",
+    "after_actions",
+    "last_values",
+    "read_values",
+    "with_value_head",
+]
 
 ValueKind: TypeAlias = Literal["success", "scalar"]
 """`success`: the head's logit is that of a success probability, trained by cross-entropy on returns within [0, 1].
@@ -46,6 +54,8 @@ class CriticConfig:
     adamw_lr: float = 2e-3
     value_clip: float | None = 0.2
     """Scalar values move at most so far from what they were before the update; None lets them."""
+    action_values: bool = False
+    """Learn Q(h_t, a_t), too: the value once an action is complete and not yet answered. Needed for Retrace."""
     coef: float = 0.5
     """Weight of a trunk head's loss beside the policy's."""
     max_grad_norm: float = 1.0
@@ -53,6 +63,8 @@ class CriticConfig:
     def __post_init__(self) -> None:
         if self.place not in ("separate", "trunk"):
             raise ConfigError(f"critic place must be separate or trunk: got {self.place!r}")
+        if self.action_values and self.place != "separate":
+            raise ConfigError("action_values must have a critic of its own: got place='trunk'; use place='separate'")
         if self.kind not in ("success", "scalar"):
             raise ConfigError(f"critic kind must be success or scalar: got {self.kind!r}")
         for name in ("epochs", "minibatches"):
@@ -140,6 +152,46 @@ def _outputs(values_M: Tensor | None) -> Tensor:
     return values_M
 
 
+def after_actions(tokens: TokenBatch, *, max_length: int) -> TokenBatch:
+    """Return the batch with its mask on the token after each masked-in action: a value read there is Q(h_t, a_t).
+
+    Every row gets one more token, which is never looked at. An action that another follows without anything between is
+    left out, and so is one that fills a row of `max_length`. Turn and trajectory ids at the mask are the action's.
+    """
+    starts = tokens.row_starts()
+    lengths = np.asarray(tokens.row_lengths, np.int64)
+    is_long_R = lengths < max_length
+    # Where each old token lies in the longer rows; the new last token of a row repeats its first.
+    new_lengths = lengths + is_long_R
+    source = np.concatenate(
+        [np.append(np.arange(s, s + n), [s] * int(m)) for s, n, m in zip(starts, lengths, is_long_R, strict=True)]
+        or [np.empty(0, np.int64)]
+    )
+    is_new = np.zeros(len(source), bool)
+    is_new[(np.cumsum(new_lengths) - 1)[is_long_R]] = True
+    at_N, new_N = torch.from_numpy(source), torch.from_numpy(is_new)
+    mask_N, turn_N = tokens.mask_N[at_N] & ~new_N, tokens.turn_ids_N[at_N].masked_fill(new_N, NO_TURN)
+    row_N = tokens.row_ids_N[at_N]
+    # The token after: in the same row, and no token of an action itself.
+    follows_N = torch.zeros_like(mask_N)
+    follows_N[1:] = mask_N[:-1] & ~mask_N[1:] & (row_N[1:] == row_N[:-1])
+    turns_N = torch.full_like(turn_N, NO_TURN)
+    turns_N[1:] = torch.where(follows_N[1:], turn_N[:-1], NO_TURN)
+    return replace(
+        tokens,
+        token_ids_N=tokens.token_ids_N[at_N],
+        mask_N=follows_N,
+        generated_N=follows_N,
+        behaviour_logprobs_N=torch.zeros(len(at_N)),
+        versions_N=tokens.versions_N[at_N],
+        turn_ids_N=turns_N,
+        row_ids_N=row_N,
+        trajectory_ids_N=tokens.trajectory_ids_N[at_N],
+        group_ids_N=tokens.group_ids_N[at_N],
+        row_lengths=tuple(int(n) for n in new_lengths),
+    )
+
+
 class Critic:
     """A critic that is a model of its own.
 
@@ -206,18 +258,15 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Write the model folder and `critic.pt`; each file whole or not at all."""
         self.model.save(folder)
-        content = io.BytesIO()
         state = {"optimizer": self.optimizer.state_dict(), "generator": self.generator.get_state()}
-        torch.save(state | {"version": self.version}, content)
-        write_atomically(folder / "critic.pt", content.getvalue())
+        write_state(folder / "critic.pt", state | {"version": self.version})
 
     def restore(self, folder: Path) -> None:
         """Go on from what `save` wrote beside the weights. Raises: LearnerError: it cannot be read."""
-        path = folder / "critic.pt"
-        try:
-            saved = torch.load(path, weights_only=True)
+
+        def apply(saved: dict[str, Any]) -> None:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.generator.set_state(saved["generator"])
             self.version = saved["version"]
-        except (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-            raise LearnerError(f"checkpoint must be readable: {error} ({path}); use an older one") from error
+
+        read_state(folder / "critic.pt", apply)

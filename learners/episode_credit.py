@@ -53,6 +53,8 @@ class EpisodeCredit:
     targets: tuple[Tensor, ...]
     """Value targets; for level `turn` only the first entry of each is one."""
     turn_advantages_T: Tensor
+    action_targets_T: Tensor
+    """Targets of Q(h_t, a_t): what the critic should say once the action is complete."""
 
 
 def compute_episode_credit(
@@ -84,10 +86,10 @@ def compute_episode_credit(
     )
     if config.level == "bilevel":
         advantages, targets = zip(*both.tokens, strict=True)
-        return EpisodeCredit(advantages, targets, both.turns.advantages_T)
+        return EpisodeCredit(advantages, targets, *both.turns)
     spread = [(a.expand(len(v)), y.expand(len(v))) for a, y, v in zip(*both.turns, values, strict=True)]
     advantages, targets = zip(*spread, strict=True)
-    return EpisodeCredit(advantages, targets, both.turns.advantages_T)
+    return EpisodeCredit(advantages, targets, *both.turns)
 
 
 def _of_tokens(
@@ -107,7 +109,9 @@ def _of_tokens(
     flat = gae(paid_P, torch.cat(list(values)).to(torch.float64), bootstrap=bootstrap, gamma=config.gamma, lam=lam)
     advantages, targets = (x.to(values[0]).split(lengths) for x in flat)
     # What an action was worth is what its last token was: nothing of the action is left to choose there.
-    return EpisodeCredit(advantages, targets, torch.stack([a[-1] for a in advantages]))
+    return EpisodeCredit(
+        advantages, targets, torch.stack([a[-1] for a in advantages]), torch.stack([y[-1] for y in targets])
+    )
 
 
 def _trace(config: GAEConfig, length: int) -> float:

@@ -1,21 +1,20 @@
 """The part of a learner that changes while it learns: weights, optimizer, generator, counters; saved and restored."""
 
-import io
 import math
-import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from turngate.learners.batch import TokenBatch, microbatches
+from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.losses import TokenLoss
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import LearnerError
-from turngate.runtime.files import write_atomically
 
 __all__ = ["PolicyState", "StepTally", "score_tokens"]
 
@@ -100,28 +99,18 @@ class PolicyState:
     def save(self, folder: Path) -> None:
         """Write everything needed to go on exactly from here; each file whole or not at all."""
         self.model.save(folder / "model")
-        content = io.BytesIO()
-        torch.save(
-            {
-                "optimizer": self.optimizer.state_dict(),
-                "generator": self.generator.get_state(),
-                "updates": self.updates,
-                "parity_batches": self.parity_batches,
-            },
-            content,
-        )
-        write_atomically(folder / "learner.pt", content.getvalue())
+        state = {"optimizer": self.optimizer.state_dict(), "generator": self.generator.get_state()}
+        write_state(folder / "learner.pt", state | {"updates": self.updates, "parity_batches": self.parity_batches})
 
     def restore(self, folder: Path) -> None:
         """Go on from what `save` wrote. Raises: LearnerError: it cannot be read or is another model's."""
-        path = folder / "learner.pt"
-        try:
-            saved = torch.load(path, weights_only=True)
+
+        def apply(saved: dict[str, Any]) -> None:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.generator.set_state(saved["generator"])
             self.updates, self.parity_batches = saved["updates"], saved["parity_batches"]
-        except (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-            raise LearnerError(f"checkpoint must be readable: {error} ({path}); use an older one") from error
+
+        read_state(folder / "learner.pt", apply)
 
 
 @torch.no_grad()

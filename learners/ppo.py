@@ -15,10 +15,20 @@ from torch import Tensor
 from turngate.learners.advantages import masked_whiten
 from turngate.learners.advantages.steps import step_returns
 from turngate.learners.batch import TokenBatch
-from turngate.learners.critic import Critic, CriticConfig, ValueTargets, last_values, read_values, with_value_head
+from turngate.learners.critic import (
+    Critic,
+    CriticConfig,
+    ValueTargets,
+    after_actions,
+    last_values,
+    read_values,
+    with_value_head,
+)
+from turngate.learners.critic_replay import CriticReplay
 from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit
 from turngate.learners.policy_learner import Credit, Keep, PolicyLearner, Scored
-from turngate.learners.turns import ActionTurns, action_turns, kept_trajectories, turn_tokens
+from turngate.learners.replay import ReplayConfig
+from turngate.learners.turns import ActionTurns, action_turns, kept_trajectories, spread_turns, turn_tokens
 from turngate.learners.value_metrics import (
     SuccessPredictions,
     ValuePredictions,
@@ -28,9 +38,12 @@ from turngate.learners.value_metrics import (
 )
 from turngate.learners.voting import critic_handling
 from turngate.runtime.engine.model import PolicyModel, Scores
+from turngate.runtime.errors import ConfigError
 from turngate.runtime.types import Batch, Trajectory
 
 __all__ = ["PPO"]
+
+_EXCLUDED = ("failed", "unscorable", "no_last_context", "empty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +71,31 @@ class PPO(PolicyLearner):
     critic: CriticConfig = field(default=CriticConfig())
     whiten: bool = True
     """Bring the advantages of a batch to mean 0 and deviation 1 over its policy tokens."""
+    replay: ReplayConfig | None = None
+    """Old experience for a critic of its own: what it learned from before, and what became too old for the policy."""
     critic_updates: int = 0
     """Updates at the start in which the critic alone learns."""
 
     needs_last_context: ClassVar[bool] = True
     """Tells the runtime to record what the model would have seen next when an episode is cut short."""
 
+    _replay: CriticReplay | None = field(default=None, init=False, repr=False, compare=False)
     _critic: Critic | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replay is not None and self.critic.place != "separate":
+            raise ConfigError("replay must have a critic of its own: got place='trunk'; use place='separate'")
+        if self.critic.kind == "success" and not self.rewards.is_plain and self.rewards.weights is None:
+            raise ConfigError(
+                "a success critic must learn from returns within [0, 1]: got shaped rewards; use "
+                "CriticConfig(kind='scalar')"
+            )
+
+    @property
+    def wants_stale(self) -> bool:
+        """Tells the runtime whether groups that are too old for the policy are of use."""
+        return self.replay is not None
 
     @property
     def turn_discount(self) -> float:
@@ -79,14 +110,28 @@ class PPO(PolicyLearner):
             self._critic = Critic(
                 with_value_head(start), self.critic, seed=self.seed + 1, microbatch_tokens=self.microbatch_tokens
             )
+            if self.replay is not None:
+                self._replay = CriticReplay(
+                    self.replay,
+                    self._critic,
+                    rewards=self.turn_rewards,
+                    gamma=self.credit.gamma,
+                    temperature=self.sampling.temperature,
+                    microbatch_tokens=self.microbatch_tokens,
+                    seed=self.seed + 2,
+                )
             if folder is not None:
                 self._critic.restore(folder / "critic")
+                if self._replay is not None:
+                    self._replay.restore(folder / "critic")
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint: the policy's, and the critic's under `critic`."""
         super().save(folder)
         if self._critic is not None:
             self._critic.save(folder / "critic")
+        if self._replay is not None:
+            self._replay.save(folder / "critic")
 
     def _policy_from(self, folder: Path) -> PolicyModel:
         model = super()._policy_from(folder)
@@ -94,27 +139,28 @@ class PPO(PolicyLearner):
 
     def _select(self, batch: Batch) -> tuple[Keep, dict[str, float]]:
         """Every episode trains whose reward and continuation are known."""
-        count = {"failed": 0, "unscorable": 0, "no_last_context": 0, "empty": 0}
-        longest = self._loaded.model.config.max_context - 1
-
-        def reason(trajectory: Trajectory) -> str:
-            if critic_handling(trajectory.end) == "drop":
-                return "failed"
-            actions = action_turns(trajectory, self.turn_rewards(trajectory))
-            if not actions.turns:
-                return "empty"
-            if actions.rewards_T.isnan().any():
-                return "unscorable"
-            is_cut = critic_handling(trajectory.end) == "bootstrap"
-            return "no_last_context" if is_cut and not 0 < len(trajectory.last_context) // 4 <= longest else ""
-
+        count = dict.fromkeys(_EXCLUDED, 0)
         keep: list[list[bool]] = []
         for group in batch.groups:
-            reasons = [reason(trajectory) for trajectory in group.trajectories]
+            reasons = [self._unusable(trajectory) for trajectory in group.trajectories]
             keep.append([not r for r in reasons])
             for r in filter(None, reasons):
                 count[r] += 1
         return keep, {f"excluded_{name}": float(n) for name, n in count.items()}
+
+    def _unusable(self, trajectory: Trajectory) -> str:
+        """Return why an episode has no value targets, one of _EXCLUDED; empty when it has."""
+        handling = critic_handling(trajectory.end)
+        if handling == "drop":
+            return "failed"
+        actions = action_turns(trajectory, self.turn_rewards(trajectory))
+        if not actions.turns:
+            return "empty"
+        if actions.rewards_T.isnan().any():
+            return "unscorable"
+        longest = self._loaded.model.config.max_context - 1
+        is_known = 0 < len(trajectory.last_context) // 4 <= longest
+        return "no_last_context" if handling == "bootstrap" and not is_known else ""
 
     def _credit(self, scored: Scored) -> Credit:
         tokens = scored.tokens
@@ -123,10 +169,12 @@ class PPO(PolicyLearner):
         episodes = self._episodes(scored.batch, scored.keep, generated)
         advantages_N, targets_N = torch.zeros(len(values_N)), torch.zeros(len(values_N))
         has_target_N = torch.zeros_like(tokens.mask_N)
-        turn_advantages: list[Tensor] = []
+        action_targets: dict[int, dict[int, float]] = {}
         for episode in episodes:
             credit = self._episode_credit(episode, values_N, scored.kl_N)
-            turn_advantages.append(credit.turn_advantages_T)
+            action_targets[episode.number] = dict(
+                zip(episode.actions.turns, credit.action_targets_T.tolist(), strict=True)
+            )
             for at, of_turn, towards in zip(episode.positions, credit.advantages, credit.targets, strict=True):
                 learned = at[:1] if self.credit.level == "turn" else at
                 advantages_N[at] = of_turn
@@ -136,6 +184,12 @@ class PPO(PolicyLearner):
         metrics = self._critic_metrics(episodes, values_N)
         if self._critic is not None:
             metrics |= self._critic.learn(generated, targets)
+            if self.critic.action_values:
+                metrics |= self._learn_actions(self._critic, generated, action_targets)
+        if self._replay is not None:
+            metrics |= self._replay.learn(
+                self._loaded.model, self._for_replay(scored), policy_version=scored.batch.policy_version
+            )
         if self.whiten:
             advantages_N = masked_whiten(advantages_N, tokens.mask_N)
         if self._loaded.updates < self.critic_updates:
@@ -189,6 +243,22 @@ class PPO(PolicyLearner):
         old_V, targets_V = values.old_N[at_P][at_V], values.targets_N[at_P][at_V]
         loss = self.critic.loss(scores.values_M[at_V], targets_V, old_V).sum()
         return self.critic.coef * loss / max(int((values.mask_N & mask_N).sum()), 1)
+
+    def _learn_actions(
+        self, critic: Critic, tokens: TokenBatch, targets: dict[int, dict[int, float]]
+    ) -> dict[str, float]:
+        """Teach Q(h_t, a_t) at the end of every action; its target is the turn's, whatever the level of credit."""
+        ends = after_actions(tokens, max_length=critic.model.config.max_context)
+        targets_N = spread_turns(ends, targets)
+        old_N = critic.values(ends)
+        learned = critic.learn(ends, ValueTargets(targets_N, ends.mask_N, old_N))
+        return {f"action_{name}": value for name, value in learned.items()}
+
+    def _for_replay(self, scored: Scored) -> list[Trajectory]:
+        """Return what the store takes in: episodes with value targets, fresh ones and those too old for the policy."""
+        fresh = [t for _, t in kept_trajectories(scored.batch, scored.keep)]
+        stale = [t for group in scored.batch.stale for t in group.trajectories if not self._unusable(t)]
+        return [*stale, *fresh]
 
     def _critic_metrics(self, episodes: list[_Episode], values_N: Tensor) -> dict[str, float]:
         """Return how good the values at the start of turns were, before the update; over terminal episodes alone."""

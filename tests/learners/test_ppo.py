@@ -1,7 +1,6 @@
 """PPO as a whole: what its critic learns, how episodes that were cut short continue, and that it resumes exactly."""
 
 import pickle
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from turngate.envs.base import End
 from turngate.learners.critic import CriticConfig
 from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.ppo import PPO
+from turngate.learners.replay import ReplayConfig
 from turngate.runtime.engine.model import PolicyModel
-from turngate.runtime.engine.packing import pack
-from turngate.runtime.types import Batch
+from turngate.runtime.types import Batch, Trajectory
 
 REWARDS = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
 EASY = {"parity": "report", "off_policy": "decoupled"}
@@ -82,3 +80,24 @@ def test_published_weights_fit_the_model_that_is_served(lab: Any, folder: Path, 
 
 def test_it_travels_by_pickle_before_it_is_loaded(folder: Path) -> None:
     assert pickle.loads(pickle.dumps(PPO(folder, updates=10))) == PPO(folder, updates=10)
+
+
+@pytest.mark.parametrize("target", ["auto", "vtrace", "retrace", "one_step"])
+def test_old_experience_teaches_the_critic_alone(lab: Any, folder: Path, model: PolicyModel, target: Any) -> None:
+    replay = ReplayConfig(start_after=4, batch_trajectories=8, target=target)
+    options: dict[str, Any] = {"critic": CriticConfig(action_values=target == "retrace")}
+    with_replay, without = learner(folder, replay=replay, **options), learner(folder, **options)
+    for seed in range(2):
+        batch = lab.sample_batch(model, REWARDS, seed=seed)
+        old = lab.sample_batch(model, [[1.0, 0.0]], seed=10 + seed)
+        old = msgspec.structs.replace(old.groups[0], trajectories=renamed(old, f"old{seed}-"))
+        metrics = with_replay.update(msgspec.structs.replace(batch, stale=(old,), policy_version=seed)).metrics
+        without.update(msgspec.structs.replace(batch, policy_version=seed))
+    used = {"auto": "vtrace"}.get(target, target)
+    assert metrics[f"replay_target_{used}"] == 1.0
+    assert metrics["replay_trajectories"] >= 8
+    assert not torch.equal(weights(with_replay)["critic.embed.weight"], weights(without)["critic.embed.weight"])
+
+
+def renamed(batch: Batch, prefix: str) -> tuple[Trajectory, ...]:
+    return tuple(msgspec.structs.replace(t, id=prefix + t.id) for t in batch.groups[0].trajectories)
