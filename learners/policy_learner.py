@@ -17,6 +17,7 @@ from torch import Tensor
 from turngate.learners.aggregation import AGGREGATIONS, Aggregation, token_weights
 from turngate.learners.batch import TokenBatch, lay_out, microbatches, minibatches
 from turngate.learners.critic import ValueTargets
+from turngate.learners.hacking import HackingConfig, HackingMonitor
 from turngate.learners.logprobs import check_temperature
 from turngate.learners.losses import Clip
 from turngate.learners.mismatch import sampler_mismatch
@@ -31,6 +32,7 @@ from turngate.learners.objective import (
 )
 from turngate.learners.offpolicy import Correction
 from turngate.learners.optimizers import MuonAdamW, Schedule
+from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
 from turngate.learners.parity import measure_parity, require_parity
 from turngate.learners.policy_state import PolicyState, StepTally, score_tokens
 from turngate.learners.shaping import RewardScheme
@@ -94,6 +96,8 @@ class PolicyLearner(ABC):
     for no correction under the same clip."""
     rewards: RewardScheme = field(default=RewardScheme())
     """What is learned from: by default what the environment paid. Evaluations never see it."""
+    hacking: HackingConfig = field(default=HackingConfig())
+    """When signs of reward hacking become alarms."""
     surrogate: Surrogate = "clip"
     """What is clipped, and over which unit."""
     clip: tuple[float, float] | Clip | None = None
@@ -210,7 +214,8 @@ class PolicyLearner(ABC):
         model = self._policy_from(Path(self.model) if folder is None else folder / "model")
         reference = PolicyModel.load(Path(self.model)).requires_grad_(False) if self.kl_coef else None
         optimizer = MuonAdamW(model, muon_lr=self.muon_lr, adamw_lr=self.adamw_lr)
-        self._state = PolicyState(model, optimizer, seed=self.seed, reference=reference)
+        monitor = HackingMonitor(self.hacking)
+        self._state = PolicyState(model, optimizer, seed=self.seed, reference=reference, monitor=monitor)
         self._state.serves_values = PolicyModel.read_config(Path(self.model)).value_head
         if folder is not None:
             self._state.restore(folder)
@@ -234,7 +239,8 @@ class PolicyLearner(ABC):
         if kl_N is not None:
             metrics["reference_kl_k1"] = float(kl_N[tokens.mask_N].sum()) / max(tokens.policy_tokens, 1)
         # 3. What each token was worth.
-        credit = self._credit(Scored(batch, keep, tokens, proximal_N, entropy_N, kl_N))
+        scored = Scored(batch, keep, tokens, proximal_N, entropy_N, kl_N)
+        credit = self._credit(scored)
         # 4. A few steps on random parts of it.
         data = UpdateData(
             tokens,
@@ -249,8 +255,10 @@ class PolicyLearner(ABC):
         for _ in range(self.epochs):
             for rows in minibatches(tokens, self.minibatches, state.generator):
                 self._step(state, data, credit.values, rows, tally)
+        metrics["lr_factor"] = self.schedule.factor(state.updates)
         state.updates += 1
-        return UpdateReport(metrics | credit.metrics | tally.metrics())
+        panels = self._panels(scored, credit, metrics.get("reference_kl_k1"))
+        return UpdateReport(panels | metrics | credit.metrics | tally.metrics())
 
     def save_weights(self, path: Path) -> None:
         """Write the policy's weights to one safetensors file, whole or not at all.
@@ -293,6 +301,21 @@ class PolicyLearner(ABC):
             "parity_tokens": float(parity.tokens),
             "parity_max_abs": parity.max_abs,
         }
+
+    def _panels(self, scored: Scored, credit: Credit, kl: float | None) -> dict[str, float]:
+        """Return what the batch looked like, and what the watch for reward hacking says of it."""
+        trajectories = [t for group in scored.batch.groups for t in group.trajectories]
+        paid = [None if t.end.is_failure else self.rewards.rewards(t, gamma=self.turn_discount) for t in trajectories]
+        data = PanelInput(
+            scored.batch,
+            scored.keep,
+            scored.tokens,
+            proximal_N=scored.proximal_N,
+            entropy_N=scored.entropy_N,
+            advantages_N=credit.advantages_N,
+            rewards=paid,
+        )
+        return compute_panels(data) | watch_rewards(self._loaded.monitor, data, kl=kl)
 
     def _require_rewards(self, batch: Batch) -> None:
         """Raise when the first batch has nothing by a name that the rewards rely on."""
@@ -346,6 +369,7 @@ class PolicyLearner(ABC):
         importance_N = objective.importance(data, mask_N)
         tally.steps += 1
         tally.tokens += int(mask_N.sum())
+        tally.rejected += int((mask_N & (importance_N == 0)).sum())
         # Rows without any gradient need no forward pass; their weight in the means is already counted.
         moves_N = objective.active_mask(data, mask_N)
         if values is not None:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from turngate.learners.batch import TokenBatch, microbatches
 from turngate.learners.checkpoint import read_state, write_state
+from turngate.learners.hacking import HackingMonitor
 from turngate.learners.losses import TokenLoss
 from turngate.learners.optimizers import MuonAdamW, Schedule
+from turngate.learners.panels_batch import quantiles_of
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import LearnerError
 
@@ -31,6 +33,10 @@ class StepTally:
     """Before clipping; steps without any gradient are left out."""
     clipped: tuple[int, int, int] = (0, 0, 0)
     ratio_max: float = 0.0
+    ratios: list[Tensor] = field(default_factory=list[Tensor])
+    """Of the tokens in forward passes, before clipping."""
+    rejected: int = 0
+    """Trained tokens whose weight was 0, counted once per step."""
 
     def add(self, loss: Tensor, surrogate: TokenLoss) -> None:
         """Count one forward pass."""
@@ -42,6 +48,7 @@ class StepTally:
             dual + int(surrogate.is_clipped_dual.sum()),
         )
         self.ratio_max = max(self.ratio_max, float(surrogate.ratio.max()))
+        self.ratios.append(surrogate.ratio)
 
     def metrics(self) -> dict[str, float]:
         """Return means over steps, and fractions of all trained tokens."""
@@ -54,19 +61,31 @@ class StepTally:
             "clip_high_fraction": high,
             "clip_low_fraction": low,
             "clip_dual_fraction": dual,
+            "rejected_fraction": self.rejected / max(self.tokens, 1),
             "ratio_max": self.ratio_max,
-        }
+            "ratio_tokens": float(sum(map(len, self.ratios))),
+        } | quantiles_of(torch.cat(self.ratios) if self.ratios else torch.zeros(0), "ratio")
 
 
 class PolicyState:
     """A model that is being trained.
 
-    State: the model's weights, the optimizer's, the generator's, and two counters. The reference never changes.
+    State: the model's weights, the optimizer's, the generator's, the monitor's, and counters. The reference never
+    changes.
     """
 
-    def __init__(self, model: PolicyModel, optimizer: MuonAdamW, *, seed: int, reference: PolicyModel | None) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        optimizer: MuonAdamW,
+        *,
+        seed: int,
+        reference: PolicyModel | None,
+        monitor: HackingMonitor | None = None,
+    ) -> None:
         self.model, self.optimizer, self.reference = model, optimizer, reference
         self.generator = torch.Generator().manual_seed(seed)
+        self.monitor = monitor or HackingMonitor()
         self.serves_values = True
         """Whether published weights hold the value head, if there is one."""
         self.updates = 0
@@ -109,6 +128,8 @@ class PolicyState:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.generator.set_state(saved["generator"])
             self.updates, self.parity_batches = saved["updates"], saved["parity_batches"]
+            # Checkpoints from before there was a monitor go on with an empty window.
+            self.monitor.load_state_dict(saved.get("hacking", {"window": []}))
 
         read_state(folder / "learner.pt", apply)
 
