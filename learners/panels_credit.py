@@ -1,5 +1,6 @@
 """Where the credit of a batch went, as named numbers: by turn, on mistakes and on their repair. Pure functions."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from turngate.envs.detectors import repeated_actions
 from turngate.learners.batch import TokenBatch
+from turngate.learners.episode_credit import EpisodeCredit
 from turngate.learners.panels_batch import PanelInput
 from turngate.learners.ratios import check_shapes
 from turngate.learners.recovery import value_recovery_metrics
@@ -100,13 +102,18 @@ def valued_turns_panel(
         metrics["advantage_sign_agreement"] = agreement
     known = [dict(zip(t, v.tolist(), strict=True)) for t, v in zip(turns, values, strict=True)]
     per_turn = [[of.get(turn.index) for turn in t.turns] for t, of in zip(trajectories, known, strict=True)]
-    found = value_recovery_metrics(trajectories, per_turn, tau=tau)
+    # A learner may leave the outcome out of its rewards; only then can it be unknown here.
+    ended = [(t, v) for t, v in zip(trajectories, per_turn, strict=True) if math.isfinite(t.outcome)]
+    found = value_recovery_metrics([t for t, _ in ended], [v for _, v in ended], tau=tau)
     return metrics | {name: value for name, value in found.items() if value == value}
 
 
-def turn_gap_panel(last_tokens: Sequence[Tensor], turns: Sequence[Tensor]) -> dict[str, float]:
-    """Return the largest distance between Q of actions' last tokens and Q of the actions, `token_turn_gap`."""
-    gap = token_turn_gap(torch.cat(list(last_tokens)), torch.cat(list(turns))) if turns else None
+def turn_gap_panel(credits: Sequence[EpisodeCredit]) -> dict[str, float]:
+    """Return `token_turn_gap`, the largest distance between Q of an action's last token and Q of the action."""
+    if not credits:
+        return {}
+    last_tokens = torch.stack([targets[-1] for credit in credits for targets in credit.targets])
+    gap = token_turn_gap(last_tokens, torch.cat([credit.action_targets_T for credit in credits]))
     return {} if gap is None else {"token_turn_gap": gap}
 
 

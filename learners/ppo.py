@@ -26,6 +26,7 @@ from turngate.learners.critic import (
 )
 from turngate.learners.critic_replay import CriticReplay
 from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit
+from turngate.learners.panels_credit import turn_gap_panel, valued_turns_panel
 from turngate.learners.policy_learner import Credit, Keep, PolicyLearner, Scored
 from turngate.learners.replay import ReplayConfig
 from turngate.learners.turns import ActionTurns, action_turns, kept_trajectories, spread_turns, turn_tokens
@@ -75,6 +76,8 @@ class PPO(PolicyLearner):
     """Old experience for a critic of its own: what it learned from before, and what became too old for the policy."""
     critic_updates: int = 0
     """Updates at the start in which the critic alone learns."""
+    mistake_drop: float = 0.25
+    """Fall of V from one turn to the next that the metrics of recovery by value call a mistake."""
 
     needs_last_context: ClassVar[bool] = True
     """Tells the runtime to record what the model would have seen next when an episode is cut short."""
@@ -84,6 +87,8 @@ class PPO(PolicyLearner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.mistake_drop > 0:
+            raise ConfigError(f"mistake_drop must be positive: got {self.mistake_drop} (PPO)")
         if self.replay is not None and self.critic.place != "separate":
             raise ConfigError("replay must have a critic of its own: got place='trunk'; use place='separate'")
         if self.critic.kind == "success" and not self.rewards.is_plain and self.rewards.weights is None:
@@ -170,8 +175,8 @@ class PPO(PolicyLearner):
         advantages_N, targets_N = torch.zeros(len(values_N)), torch.zeros(len(values_N))
         has_target_N = torch.zeros_like(tokens.mask_N)
         action_targets: dict[int, dict[int, float]] = {}
-        for episode in episodes:
-            credit = self._episode_credit(episode, values_N, scored.kl_N)
+        credits = [self._episode_credit(episode, values_N, scored.kl_N) for episode in episodes]
+        for episode, credit in zip(episodes, credits, strict=True):
             action_targets[episode.number] = dict(
                 zip(episode.actions.turns, credit.action_targets_T.tolist(), strict=True)
             )
@@ -181,7 +186,7 @@ class PPO(PolicyLearner):
                 targets_N[learned] = towards[: len(learned)]
                 has_target_N[learned] = True
         targets = ValueTargets(targets_N, has_target_N, values_N)
-        metrics = self._critic_metrics(episodes, values_N)
+        metrics = self._critic_metrics(episodes, credits, values_N)
         if self._critic is not None:
             metrics |= self._critic.learn(generated, targets)
             if self.critic.action_values:
@@ -260,10 +265,14 @@ class PPO(PolicyLearner):
         stale = [t for group in scored.batch.stale for t in group.trajectories if not self._unusable(t)]
         return [*stale, *fresh]
 
-    def _critic_metrics(self, episodes: list[_Episode], values_N: Tensor) -> dict[str, float]:
+    def _critic_metrics(
+        self, episodes: list[_Episode], credits: list[EpisodeCredit], values_N: Tensor
+    ) -> dict[str, float]:
         """Return how good the values at the start of turns were, before the update; over terminal episodes alone."""
         ended = [e for e in episodes if e.bootstrap is None]
-        metrics: dict[str, float] = {}
+        # Penalties per token are paid on top of the turn's own: the two levels then differ by them.
+        has_levels = self.credit.level == "bilevel" and not (self.kl_coef and self.kl_in == "reward")
+        metrics = turn_gap_panel(credits) if has_levels else {}
         share = bootstrap_share([e.trajectory.end for e in episodes])
         if share is not None:
             metrics["bootstrap_share"] = share
@@ -276,4 +285,11 @@ class PPO(PolicyLearner):
         if self.critic.kind == "success":
             is_success = [torch.full((len(e.positions),), e.trajectory.outcome > 0) for e in ended]
             metrics |= success_metrics(SuccessPredictions(torch.cat(values), torch.cat(is_success), index_P))
-        return metrics
+        return metrics | valued_turns_panel(
+            [e.trajectory for e in ended],
+            [e.actions.turns for e in ended],
+            values,
+            returns,
+            [credit.turn_advantages_T for e, credit in zip(episodes, credits, strict=True) if e.bootstrap is None],
+            tau=self.mistake_drop,
+        )
