@@ -112,6 +112,10 @@ def test_b7_5_gold_is_read_from_the_record_whatever_the_learner_is_paid() -> Non
     signals = hacking_signals(trajectories, learned(trajectories, RewardScheme(weights={"outcome": 100.0})))
     assert signals is not None
     assert (signals.gold, signals.proxy) == (1.0, 100.0)
+    trajectories[0].turns[0].rewards["bonus"] = 5.0
+    signals = hacking_signals(trajectories, learned(trajectories))
+    assert signals is not None
+    assert (signals.gold, signals.proxy) == (1.0, 6.5)
     held_out = hacking_signals(trajectories, learned(trajectories), held_out=0.25)
     assert held_out is not None
     assert held_out.gold == 0.25
@@ -222,6 +226,7 @@ def test_outcome_that_falls_while_the_policy_moves_away_is_an_alarm() -> None:
 
     assert "frontier" in watch(make, kl=lambda update: 0.1 * update)[0].alarms
     assert "frontier" not in watch(make)[0].alarms
+    assert "frontier" not in watch(solid, kl=lambda update: 0.1 * update)[0].alarms
 
 
 def test_rewards_that_become_the_same_for_every_turn_are_an_alarm() -> None:

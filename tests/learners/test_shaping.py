@@ -304,6 +304,44 @@ def test_b7_4_reward_of_form_counts_once_per_episode_however_often_it_is_earned(
     assert float(short.total_T.sum()) == float(long.total_T.sum()) == pytest.approx(1.1)
 
 
+def test_reward_of_form_counts_where_it_is_first_earned() -> None:
+    trajectory = episode([{"format": 0.0}, {"format": 0.25}, {"format": 0.25}])
+    assert learned(RewardScheme(once=("format",)), trajectory).total_T.tolist() == [0.0, 0.25, 0.0]
+
+
+def test_coefficients_and_starts_are_those_of_the_scheme() -> None:
+    trajectory = episode([{}, {}], [{"p": 0.5}, {"p": 0.75}], end=End.timeout)
+    shaped = RewardScheme(potential="p", potential_coef=2.0, potential_start=0.25)
+    assert learned(shaped, trajectory).total_T.tolist() == [0.5, 0.5]
+    progress = RewardScheme(process="p", process_form="progress", process_coef=4.0, process_start=0.25)
+    assert learned(progress, trajectory).total_T.tolist() == [1.0, 1.0]
+    summed = RewardScheme(process="p", process_form="sum", process_coef=2.0)
+    assert learned(summed, trajectory).total_T.tolist() == [1.0, 1.5]
+
+
+def test_shaping_is_paid_with_the_discount_of_the_learner() -> None:
+    trajectory = episode([{}, {}], [{"p": 0.5}, {"p": 1.0}], end=End.timeout)
+    assert learned(RewardScheme(potential="p"), trajectory, gamma=0.5).total_T.tolist() == [0.25, 0.0]
+    progress = RewardScheme(process="p", process_form="progress")
+    assert learned(progress, trajectory, gamma=0.5).total_T.tolist() == [0.25, 0.0]
+
+
+def test_min_form_has_the_temperature_of_the_scheme() -> None:
+    trajectory = episode([{}, {}], [{"p": 1.0}, {"p": 0.0}])
+    rewards = learned(RewardScheme(process="p", min_temperature=1.0), trajectory)
+    assert rewards.total_T.tolist() == [pytest.approx(0.2689414213699951), 0.0]
+
+
+def test_penalties_stop_at_the_cap_of_the_scheme() -> None:
+    rewards = learned(RewardScheme(turn_cost=0.25, penalty_cap=0.625), episode([{}] * 4))
+    assert rewards.total_T.tolist() == [-0.25, -0.25, -0.125, 0.0]
+
+
+def test_overlong_counts_the_policys_tokens() -> None:
+    scheme = RewardScheme(overlong_tokens=10, overlong_cache_tokens=10, overlong_coef=0.5)
+    assert learned(scheme, episode([{}, {}], length=[2, 3])).total_T.tolist() == [0.0, -0.25]
+
+
 def test_b7_5_gold_return_and_evaluation_never_see_what_a_learner_adds() -> None:
     """The record keeps outcome and scores apart; a scheme gives new numbers and changes nothing."""
     trajectory = episode([{"outcome": 0.0}, {"outcome": 1.0}], [{"judge": 0.9}, {"judge": 0.9}])
