@@ -235,8 +235,10 @@ def redistribute_return(predicted_T: Tensor, final_return: float) -> Tensor:
     predicted = predicted_T.detach().to(torch.float64)
     changes = torch.diff(predicted, prepend=torch.zeros_like(predicted[:1]))
     rewards_T = (changes + (final_return - changes.sum()) / len(changes)).to(predicted_T.dtype)
-    # Rounding goes to the last turn, so that the sum is kept and not nearly kept.
-    rewards_T[-1] += final_return - math.fsum(rewards_T.tolist())
+    # What rounding has left goes to the smallest reward, the finest of them, so that the sum is kept, not nearly kept.
+    smallest = int(rewards_T.abs().argmin())
+    others = [-reward for t, reward in enumerate(rewards_T.tolist()) if t != smallest]
+    rewards_T[smallest] = math.fsum([final_return, *others])
     return rewards_T
 
 
