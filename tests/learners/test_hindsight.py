@@ -314,8 +314,9 @@ def test_turns_are_paid_what_they_changed_in_the_prediction() -> None:
 def test_redistributed_rewards_add_up_to_the_return(predicted: list[float], final: float, dtype: str) -> None:
     rewards = redistribute_return(torch.tensor(predicted, dtype=getattr(torch, dtype)), final)
     assert rewards.dtype is getattr(torch, dtype)
-    # One rounding, of the reward that takes up the rest; and one of the sum itself.
-    rounding = torch.finfo(rewards.dtype).eps * float(rewards.abs().min()) + 1e-37
+    # One rounding, of the smallest reward, which takes up the rest: itself a few roundings. And one of the sum itself.
+    eps, sizes = torch.finfo(rewards.dtype).eps, rewards.abs()
+    rounding = eps * (float(sizes.min()) + len(sizes) * eps * float(sizes.max())) + 1e-37
     assert math.fsum(rewards.tolist()) == pytest.approx(final, rel=2e-16, abs=rounding)
 
 
