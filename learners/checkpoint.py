@@ -28,7 +28,7 @@ def read_state(path: Path, apply: Callable[[dict[str, Any]], None]) -> None:
     """
     try:
         apply(torch.load(path, weights_only=True))
-    except (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         if isinstance(error, LearnerError):
             raise
         raise LearnerError(f"checkpoint must be readable: {error} ({path}); use an older one") from error

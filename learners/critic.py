@@ -128,7 +128,8 @@ def last_values(
 ) -> Tensor:
     """Return V of the state after all ids of each context, float32 (len(contexts),).
 
-    Raises: LearnerError: a context is empty, or leaves no room in the model for the token after it.
+    Raises: LearnerError: a context is empty, leaves no room in the model for the token after it, or holds an id that
+    is not in the vocabulary.
     """
     values_K = torch.zeros(len(contexts))
     lengths = [len(ids) for ids in contexts]
@@ -136,6 +137,13 @@ def last_values(
         raise LearnerError(
             f"contexts must hold 1 to {model.config.max_context - 1} tokens: got {min(lengths)} to {max(lengths)}"
         )
+    for number, ids in enumerate(contexts):
+        ids_T = np.asarray(ids, np.int64)
+        if not 0 <= ids_T.min() <= ids_T.max() < model.config.vocab_size:
+            raise LearnerError(
+                f"token ids must be in the vocabulary of {model.config.vocab_size}: got {ids_T.min()} to {ids_T.max()} "
+                f"(last context {number})"
+            )
     for indices in length_sorted([n + 1 for n in lengths], microbatch_tokens):
         # The model reads a value where it predicts a token; which one is never looked at.
         rows = [np.append(np.asarray(contexts[i], np.int64), 0) for i in indices]

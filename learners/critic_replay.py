@@ -92,16 +92,11 @@ class CriticReplay:
         self.store.put(new, policy_version)
         self.store.evict(policy_version)
         metrics = {f"replay_{name}": float(n) for name, n in msgspec.structs.asdict(self.store.statistics()).items()}
-        if not self.store.is_ready:
-            return metrics
-        drawn = self.store.sample(self.config.batch_trajectories, self.generator, policy_version=policy_version)
-        if not drawn:
-            return metrics
-        draw = self._evaluate(policy, drawn, policy_version)
-        ratios = [steps.log_ratios_T for steps in draw.steps]
-        has_actions = draw.actions is not None
-        choice = choose_target(ratios, self.config, lag_max=max(draw.lags), is_action_value=has_actions)
-        metrics |= choice.metrics() | self._learn(draw, choice, policy_version)
+        if self.store.is_ready:
+            drawn = self.store.sample(self.config.batch_trajectories, self.generator, policy_version=policy_version)
+            if drawn:
+                metrics |= self._learn_from(self._evaluate(policy, drawn, policy_version), policy_version)
+        # Also while nothing is drawn: fresh experience moves the critic, and targets must not start from a blank one.
         self.target.update(self._critic.model, self._critic.version)
         return metrics
 
@@ -150,7 +145,13 @@ class CriticReplay:
             positions.append(at if len(at) == len(step.rewards_T) else [])
         return _Actions(ends, positions, [values_N[at].to(torch.float64) for at in positions])
 
-    def _learn(self, draw: _Draw, choice: TargetChoice, policy_version: int) -> dict[str, float]:
+    def _learn_from(self, draw: _Draw, policy_version: int) -> dict[str, float]:
+        ratios = [steps.log_ratios_T for steps in draw.steps]
+        has_actions = draw.actions is not None
+        choice = choose_target(ratios, self.config, lag_max=max(draw.lags), is_action_value=has_actions)
+        return choice.metrics() | self._move_values(draw, choice, policy_version)
+
+    def _move_values(self, draw: _Draw, choice: TargetChoice, policy_version: int) -> dict[str, float]:
         """Move V and Q towards their targets and return how that went."""
         metrics: dict[str, float] = {}
         kind = choice.kind

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from turngate.learners.advantages.bilevel import gae_bilevel
 from turngate.learners.advantages.gae import gae, length_adaptive_lambda
+from turngate.learners.advantages.steps import step_returns
 from turngate.runtime.errors import ConfigError
 
-__all__ = ["CreditLevel", "EpisodeCredit", "GAEConfig", "compute_episode_credit"]
+__all__ = ["CreditLevel", "EpisodeCredit", "GAEConfig", "compute_episode_credit", "observed_returns"]
 
 CreditLevel: TypeAlias = Literal["turn", "token", "bilevel"]
 """`turn`: one advantage per action, on all its tokens; only V at the start of turns is used and learned. `token`: every
@@ -43,6 +44,11 @@ class GAEConfig:
                 raise ConfigError(f"{name} must be from 0 to 1: got {getattr(self, name)} (GAEConfig)")
         if self.length_adaptive is not None and not self.length_adaptive > 0:
             raise ConfigError(f"length_adaptive must be positive: got {self.length_adaptive}")
+
+    @property
+    def discounts_tokens(self) -> bool:
+        """True when more tokens between two turns discount more: there is no discount per turn then."""
+        return (self.level == "token" and self.gamma < 1) or (self.level == "bilevel" and self.gamma_token < 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,19 @@ def compute_episode_credit(
     spread = [(a.expand(len(v)), y.expand(len(v))) for a, y, v in zip(*both.turns, values, strict=True)]
     advantages, targets = zip(*spread, strict=True)
     return EpisodeCredit(advantages, targets, *both.turns)
+
+
+def observed_returns(rewards_T: Tensor, lengths: Sequence[int], config: GAEConfig) -> Tensor:
+    """Return what came after the start of each turn of a finished episode, (T,), discounted like its targets.
+
+    Args: lengths: tokens of each action.
+    """
+    if config.level != "token":
+        return step_returns(rewards_T, gamma=config.gamma)
+    ends_T = torch.tensor(lengths).cumsum(0)
+    paid_P = torch.zeros(sum(lengths), dtype=torch.float64)
+    paid_P[ends_T - 1] += rewards_T
+    return step_returns(paid_P, gamma=config.gamma)[ends_T - torch.tensor(lengths)].to(rewards_T)
 
 
 def _of_tokens(

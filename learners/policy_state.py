@@ -119,7 +119,12 @@ class PolicyState:
         """Write everything needed to go on exactly from here; each file whole or not at all."""
         self.model.save(folder / "model")
         state = {"optimizer": self.optimizer.state_dict(), "generator": self.generator.get_state()}
-        write_state(folder / "learner.pt", state | {"updates": self.updates, "parity_batches": self.parity_batches})
+        counters = {
+            "updates": self.updates,
+            "parity_batches": self.parity_batches,
+            "low_ess_batches": self.low_ess_batches,
+        }
+        write_state(folder / "learner.pt", state | counters | {"hacking": self.monitor.state_dict()})
 
     def restore(self, folder: Path) -> None:
         """Go on from what `save` wrote. Raises: LearnerError: it cannot be read or is another model's."""
@@ -129,6 +134,7 @@ class PolicyState:
             self.generator.set_state(saved["generator"])
             self.updates, self.parity_batches = saved["updates"], saved["parity_batches"]
             # Checkpoints from before there was a monitor go on with an empty window.
+            self.low_ess_batches = saved.get("low_ess_batches", 0)
             self.monitor.load_state_dict(saved.get("hacking", {"window": []}))
 
         read_state(folder / "learner.pt", apply)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from turngate.learners.advantages import masked_whiten
-from turngate.learners.advantages.steps import step_returns
 from turngate.learners.batch import TokenBatch
 from turngate.learners.critic import (
     Critic,
@@ -25,7 +24,7 @@ from turngate.learners.critic import (
     with_value_head,
 )
 from turngate.learners.critic_replay import CriticReplay
-from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit
+from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit, observed_returns
 from turngate.learners.panels_credit import turn_gap_panel, valued_turns_panel
 from turngate.learners.policy_learner import Credit, Keep, PolicyLearner, Scored
 from turngate.learners.replay import ReplayConfig
@@ -89,12 +88,34 @@ class PPO(PolicyLearner):
         super().__post_init__()
         if not self.mistake_drop > 0:
             raise ConfigError(f"mistake_drop must be positive: got {self.mistake_drop} (PPO)")
-        if self.replay is not None and self.critic.place != "separate":
-            raise ConfigError("replay must have a critic of its own: got place='trunk'; use place='separate'")
+        if self.critic.place != "separate" and (self.replay is not None or self.critic_updates):
+            # The trunk is the policy: a head cannot learn alone, nor from what the policy must not see.
+            what = "replay" if self.replay is not None else "critic_updates"
+            raise ConfigError(f"{what} must have a critic of its own: got place='trunk'; use place='separate'")
+        if self.replay is not None:
+            self._check_replay()
+        if self.credit.level == "token" and self.credit.gamma < 1 and self.rewards.potential is not None:
+            raise ConfigError(
+                f"potentials must share a discount per turn: got gamma={self.credit.gamma} per token; use gamma=1, or "
+                "level='turn'"
+            )
         if self.critic.kind == "success" and not self.rewards.is_plain and self.rewards.weights is None:
             raise ConfigError(
                 "a success critic must learn from returns within [0, 1]: got shaped rewards; use "
                 "CriticConfig(kind='scalar')"
+            )
+
+    def _check_replay(self) -> None:
+        """Raise when replay would pull the critic to other values than fresh experience does."""
+        if self.credit.discounts_tokens:
+            raise ConfigError(
+                "replay must have a discount per turn: got one per token; its targets step from turn to turn: use "
+                "gamma=1 with level='token', gamma_token=1 with 'bilevel'"
+            )
+        if self.kl_coef and self.kl_in == "reward":
+            raise ConfigError(
+                "replay must learn from rewards without a KL penalty: got kl_in='reward'; use kl_in='loss_ratio_k3', "
+                "or kl_coef=0"
             )
 
     @property
@@ -187,6 +208,10 @@ class PPO(PolicyLearner):
                 has_target_N[learned] = True
         targets = ValueTargets(targets_N, has_target_N, values_N)
         metrics = self._critic_metrics(episodes, credits, values_N)
+        if self.critic.kind == "success":
+            is_outside_P = (targets_N < 0) | (targets_N > 1)
+            # Some come from traces that overshoot; many say that the returns are no success probabilities.
+            metrics["value_targets_clamped_fraction"] = float(is_outside_P.sum()) / max(int(has_target_N.sum()), 1)
         if self._critic is not None:
             metrics |= self._critic.learn(generated, targets)
             if self.critic.action_values:
@@ -197,11 +222,13 @@ class PPO(PolicyLearner):
             )
         if self.whiten:
             advantages_N = masked_whiten(advantages_N, tokens.mask_N)
-        if self._loaded.updates < self.critic_updates:
+        is_warming_up = self._loaded.updates < self.critic_updates
+        if is_warming_up:
             advantages_N = torch.zeros_like(advantages_N)
         return Credit(
             advantages_N,
-            torch.zeros_like(tokens.mask_N),
+            # Silent altogether: an entropy bonus or a KL term must not move the policy either.
+            torch.full_like(tokens.mask_N, is_warming_up),
             metrics,
             values=None if self._critic is not None else targets,
         )
@@ -273,13 +300,14 @@ class PPO(PolicyLearner):
         # Penalties per token are paid on top of the turn's own: the two levels then differ by them.
         has_levels = self.credit.level == "bilevel" and not (self.kl_coef and self.kl_in == "reward")
         metrics = turn_gap_panel(credits) if has_levels else {}
+        metrics["orphaned_reward"] = sum(e.actions.orphaned for e in episodes)
         share = bootstrap_share([e.trajectory.end for e in episodes])
         if share is not None:
             metrics["bootstrap_share"] = share
         if not ended:
             return metrics
         values = [values_N[torch.stack([at[0] for at in e.positions])] for e in ended]
-        returns = [step_returns(e.actions.rewards_T, gamma=self.credit.gamma) for e in ended]
+        returns = [observed_returns(e.actions.rewards_T, [len(at) for at in e.positions], self.credit) for e in ended]
         index_P = torch.cat([torch.arange(len(v)) for v in values])
         metrics |= value_metrics(ValuePredictions(torch.cat(values), torch.cat(returns), index_P))
         if self.critic.kind == "success":

@@ -47,7 +47,8 @@ def observation_keys(trajectory: Trajectory) -> Sequence[Hashable]:
     Good where that says where one is; clocks, counters or random ids in it make every situation one of its own, which
     the metric `step_singleton_fraction` shows.
     """
-    return [None, *(turn.observation for turn in trajectory.turns[:-1])]
+    # An episode may end before its first turn: the slice is for that.
+    return [None, *(turn.observation for turn in trajectory.turns)][: len(trajectory.turns)]
 
 
 def step_group_credit(

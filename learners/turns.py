@@ -68,7 +68,7 @@ def action_turns(trajectory: Trajectory, rewards: Sequence[float]) -> ActionTurn
             paid.append(reward)
         elif paid:
             paid[-1] += reward
-        else:
+        elif reward == reward:  # what cannot be told is nobody's either
             orphaned += reward
     return ActionTurns(tuple(turns), torch.tensor(paid, dtype=torch.float64), orphaned)
 
