@@ -83,7 +83,7 @@ class ReplayTargets:
     def metrics(self, *, critic_version: int) -> dict[str, float]:
         """Return age of data and of the target network; lags over trajectories."""
         return {
-            "replay_trajectories": float(len(self.targets)),
+            "replay_drawn_trajectories": float(len(self.targets)),
             "replay_turns": float(sum(len(t) for t in self.targets)),
             "replay_lag_mean": self.lag_mean,
             "replay_lag_max": float(self.lag_max),

@@ -1,11 +1,12 @@
 """What a training run measures about itself, one row per update."""
 
+import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from turngate.runtime.buffer import Buffer
-from turngate.runtime.events import BatchTaken
+from turngate.runtime.events import BatchTaken, Events, GroupDropped
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.metrics import LoopLagMeter
 from turngate.runtime.outcomes import is_clean_root, outcome_row, recovery_row
@@ -19,12 +20,15 @@ __all__ = ["RunGauges"]
 class RunGauges:
     """Splits the learner loop's time into waiting, learning and publishing, and describes each batch."""
 
-    # State: how long the latest wait, update and publication took, and where the current interval began.
+    # State: how long the latest wait, update and publication took, where the current interval began, and what was
+    # dropped in it.
     waiting_s: float
     learning_s: float
     publishing_s: float
     _since_s: float
     _slot_seconds: float
+    _dropped_rollouts: int
+    _dropped_tokens: int
 
     def __init__(
         self, slots: Slots, loop_lag: LoopLagMeter, *, is_mistake: Callable[[Turn], bool] | None = None
@@ -35,6 +39,21 @@ class RunGauges:
         self.waiting_s = self.learning_s = self.publishing_s = 0.0
         self._slot_seconds = slots.held_seconds()
         self._started_s = self._since_s = time.monotonic()
+        self._dropped_rollouts = self._dropped_tokens = 0
+
+    @contextmanager
+    def hearing(self, events: Events) -> Generator[None]:
+        """Count what is dropped in the meantime."""
+        unsubscribe = events.subscribe(GroupDropped, self.group_dropped)
+        try:
+            yield
+        finally:
+            unsubscribe()
+
+    def group_dropped(self, event: GroupDropped) -> None:
+        """Count one group that nobody will train on."""
+        self._dropped_rollouts += event.rollouts
+        self._dropped_tokens += event.policy_tokens
 
     @contextmanager
     def waiting(self) -> Generator[None]:
@@ -82,7 +101,8 @@ class RunGauges:
         enough to train on; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how
         late the event loop ran its timers, over the last minute or so. Groups that were too old for the policy count in
         `groups_dropped_stale`; those of them that went with this batch for the critic in `groups_stale_kept`, and those
-        that no batch had room for in `groups_stale_lost`.
+        that no batch had room for in `groups_stale_lost`. `dropped_tokens` is the mean length of the rollouts of groups
+        that were dropped in the interval, to hold against `tokens`: a bound that drops the slow drops the long.
         """
         now = time.monotonic()
         wall_s = max(now - self._since_s, 1e-9)
@@ -91,6 +111,8 @@ class RunGauges:
         lag = _lag(batch)
         spans = [new - old for old, new in (t.version_range() for t in trajectories)]
         held = self._slots.held_seconds()
+        groups = buffer.statistics()
+        dropped, wasted = self._dropped_rollouts, self._dropped_tokens
         row = {
             "seconds": now - self._started_s,
             **outcome_row([t for t in trajectories if is_clean_root(t)]),
@@ -107,15 +129,22 @@ class RunGauges:
             "publishing_share": self.publishing_s / wall_s,
             "slots_busy_share": (held - self._slot_seconds) / wall_s / self._slots.total,
             "loop_lag_p99_ms": 1000 * self._loop_lag.quantiles_s(0.99)[0],
-            "groups_ready": float(buffer.statistics().ready),
+            "groups_ready": float(groups.ready),
+            "groups_running": float(groups.running),
+            "groups_capacity": float(groups.capacity),
             "groups_dropped_stale": float(buffer.dropped_stale),
             "groups_stale_kept": float(len(batch.stale)),
             "groups_stale_lost": float(buffer.stale_lost),
             "rollouts_drawn": float(ledger.drawn),
             "rollouts_trained": float(ledger.trained),
             "rollouts_dropped": float(sum(ledger.dropped.values())),
+            **{f"rollouts_dropped_{reason}": float(count) for reason, count in ledger.dropped.items()},
+            "dropped_rollouts": float(dropped),
+            "dropped_tokens": wasted / dropped if dropped else math.nan,
+            "dropped_tokens_share": wasted / max(wasted + tokens, 1),
         }
         self._since_s, self._slot_seconds = now, held
+        self._dropped_rollouts = self._dropped_tokens = 0
         return row
 
 

@@ -134,6 +134,7 @@ async def open_run(
         try:
             with (
                 _rare_collections(),
+                gauges.hearing(runtime.events),
                 MetricsWriter(folder.path / "events.jsonl", runtime.events, flush_every=_FLUSH_LINES) as events,
             ):
                 events.write("run_started", {"update": progress.update, "policy_version": version})

@@ -40,6 +40,7 @@ from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.events import BatchTaken, GroupDropped, GroupFinished, WeightsPublished
 from turngate.runtime.gauges import RunGauges
 from turngate.runtime.metrics import LoopLagMeter, MetricsWriter
+from turngate.runtime.restarts import Restarts, RestartStore
 from turngate.runtime.slots import Slots
 from turngate.runtime.testing import FakeEndpoint
 from turngate.runtime.transcript import write_trajectories
@@ -408,16 +409,26 @@ def test_the_events_of_a_run_have_the_documented_fields(tmp_path: Path) -> None:
         assert fields == table[row["event"]], row["event"]
 
 
-def test_the_metrics_of_an_update_are_the_documented_ones() -> None:
-    table = (DOCS / "training.md").read_text().partition("line to `metrics.jsonl`:")[2]
-    documented = {
-        name for cell in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in cell[1:-1].split("`, `")
-    }
-    row = RunGauges(Slots(1), LoopLagMeter()).row(
-        Batch(groups=(), policy_version=0), Buffer(groups_per_batch=1, limit=StalenessLimit()), Ledger()
-    )
+def documented_metrics(heading: str) -> set[str]:
+    """Return the names in the first column of the table under a heading of the page about metrics."""
+    section = (DOCS / "metrics.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(.+?)`", cell)}
 
-    assert documented == row.keys() | {"update", "policy_version"}
+
+def test_the_metrics_of_an_update_are_the_documented_ones() -> None:
+    recovery = documented_metrics("Recovery")
+    ledger = Ledger()
+    ledger.draw("r")
+    ledger.drop("r", "stale")
+    row = RunGauges(Slots(1), LoopLagMeter()).row(
+        Batch(groups=(), policy_version=0), Buffer(groups_per_batch=1, limit=StalenessLimit()), ledger
+    )
+    told = {"update", "policy_version", "rollouts_dropped_<reason>", *row} - {"rollouts_dropped_stale"}
+
+    assert documented_metrics("The run") == told - {"mistake_rate", "recovery_rate", "clean_success"}
+    assert {"mistake_rate", "recovery_rate", "clean_success"} <= told & recovery
+    assert RestartStore(Restarts()).metrics().keys() <= recovery
 
 
 def test_the_knobs_of_the_readme_exist_with_these_defaults() -> None:

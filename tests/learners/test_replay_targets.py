@@ -164,7 +164,7 @@ def test_targets_keep_the_versions_they_hold_for() -> None:
     made = targets(torch.zeros(2), torch.zeros(3))
     assert (made.policy_version, made.target_version) == (7, 3)
     assert made.metrics(critic_version=5) == {
-        "replay_trajectories": 2.0,
+        "replay_drawn_trajectories": 2.0,
         "replay_turns": 5.0,
         "replay_lag_mean": 2.5,
         "replay_lag_max": 4.0,

@@ -1,3 +1,4 @@
+import math
 import time
 
 import msgspec
@@ -5,6 +6,7 @@ import pytest
 
 from turngate.envs.base import End, Task
 from turngate.runtime.buffer import Buffer
+from turngate.runtime.events import Events, GroupDropped
 from turngate.runtime.gauges import RunGauges
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.metrics import LoopLagMeter
@@ -75,3 +77,36 @@ def test_a_taken_batch_is_described_by_its_staleness() -> None:
     event = _gauges()[0].batch_taken(_batch())
     assert (event.rollouts, event.policy_tokens) == (2, 4)
     assert (event.staleness_min, event.staleness_mean, event.staleness_max) == (1, 2.25, 3)
+
+
+def test_dropped_rollouts_count_by_reason_and_length_within_an_interval() -> None:
+    gauges, buffer, ledger = _gauges()
+    for name in "abc":
+        ledger.draw(name)
+    ledger.drop("ab", "stale")
+    ledger.drop("c", "group_incomplete")
+    events = Events()
+    with gauges.hearing(events):
+        assert events.group_dropped is not None
+        events.group_dropped(GroupDropped("g0", "t", "stale", rollouts=2, policy_tokens=20, staleness=3))
+        events.group_dropped(GroupDropped("g1", "t", "group_incomplete", rollouts=1, policy_tokens=4))
+    assert events.group_dropped is None
+    row = gauges.row(_batch(), buffer, ledger)
+    assert (row["rollouts_dropped"], row["rollouts_dropped_stale"], row["rollouts_dropped_group_incomplete"]) == (
+        3,
+        2,
+        1,
+    )
+    assert (row["dropped_rollouts"], row["dropped_tokens"]) == (3, 8.0)
+    assert row["dropped_tokens_share"] == 24 / 28  # the batch itself has 4 tokens
+    after = gauges.row(_batch(), buffer, ledger)
+    assert (after["dropped_rollouts"], after["dropped_tokens_share"]) == (0, 0)
+    assert math.isnan(after["dropped_tokens"])
+    assert after["rollouts_dropped_stale"] == 2  # of the whole run
+
+
+def test_the_gate_shows_in_the_row() -> None:
+    gauges, buffer, ledger = _gauges()
+    buffer.submit()
+    row = gauges.row(_batch(), buffer, ledger)
+    assert (row["groups_ready"], row["groups_running"], row["groups_capacity"]) == (0, 1, 2)
