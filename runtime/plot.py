@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from turngate.runtime.comparison import RunCurve
 from turngate.runtime.errors import ConfigError
 
-__all__ = ["Curve", "plot_bands", "plot_run"]
+__all__ = ["Curve", "plot_bands", "plot_run", "plot_success"]
 
 Curve: TypeAlias = tuple[Sequence[float], Sequence[float]]
 """Positions, ascending, and the values there."""
@@ -50,6 +51,17 @@ def plot_run(run_dir: str | Path, *, marks: dict[str, float] | None = None) -> P
     target = folder / "progress.png"
     figure.savefig(target, dpi=120)
     return target
+
+
+def plot_success(target: str | Path, runs: Mapping[str, Sequence[RunCurve]], *, updates: int) -> Path:
+    """Draw the success of runs by name, against environment steps and against updates, and return the picture's path.
+
+    Args: updates: of how many, the latest, a point is the mean.
+    """
+    curves = {name: [(run.steps, run.smooth(updates)) for run in of_name] for name, of_name in runs.items()}
+    counted = {name: [(range(1, len(y) + 1), y) for _, y in of_name] for name, of_name in curves.items()}
+    panels = {"environment steps": curves, "policy updates": counted}
+    return plot_bands(target, panels, unit="success of training rollouts", y_range=(0, 1))
 
 
 def plot_bands(

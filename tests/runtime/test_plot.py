@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from turngate.runtime.comparison import RunCurve
 from turngate.runtime.errors import ConfigError
-from turngate.runtime.plot import _bands, plot_bands, plot_run
+from turngate.runtime.plot import _bands, plot_bands, plot_run, plot_success
 from turngate.runtime.run_folder import RunFolder
 
 ROW = {
@@ -35,6 +36,8 @@ def test_runs_are_drawn_as_bands(tmp_path: Path) -> None:
     curves = {"one": [([0.0, 1.0], [0.0, 1.0]), ([0.0, 2.0], [0.5, 0.5])], "other": [([0.0, 3.0], [1.0, 0.0])]}
     target = plot_bands(tmp_path / "bands.png", {"steps": curves, "updates": curves}, unit="success")
     assert target.read_bytes().startswith(b"\x89PNG")
+    runs = {"one": [RunCurve([10.0, 10.0], [0.0, 1.0])], "other": [RunCurve([5.0, 10.0], [0.0, 1.0])]}
+    assert plot_success(tmp_path / "success.png", runs, updates=2).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_band_is_compared_at_equal_positions_up_to_the_end_of_the_shortest_curve() -> None:
