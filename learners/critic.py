@@ -172,7 +172,7 @@ def after_actions(tokens: TokenBatch, *, max_length: int) -> TokenBatch:
     # Where each old token lies in the longer rows; the new last token of a row repeats its first.
     new_lengths = lengths + is_long_R
     source = np.concatenate(
-        [np.append(np.arange(s, s + n), [s] * int(m)) for s, n, m in zip(starts, lengths, is_long_R, strict=True)]
+        [np.append(np.arange(s, s + n), np.full(int(m), s)) for s, n, m in zip(starts, lengths, is_long_R, strict=True)]
         or [np.empty(0, np.int64)]
     )
     is_new = np.zeros(len(source), bool)
