@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -92,9 +93,9 @@ def turn_tokens(tokens: TokenBatch) -> dict[int, dict[int, Tensor]]:
     positions_P, trajectories_P, turns_P = positions_P[order_P], trajectories_P[order_P], turns_P[order_P]
     is_new_P = np.ones(len(order_P), dtype=bool)
     is_new_P[1:] = (np.diff(trajectories_P) != 0) | (np.diff(turns_P) != 0)
-    starts = np.flatnonzero(is_new_P)
+    edges = [*np.flatnonzero(is_new_P), len(order_P)]
     found: dict[int, dict[int, Tensor]] = {}
-    for start, end in zip(starts, [*starts[1:], len(order_P)], strict=True):
+    for start, end in pairwise(edges):
         turns = found.setdefault(int(trajectories_P[start]), {})
         turns[int(turns_P[start])] = torch.from_numpy(positions_P[start:end])
     return found
