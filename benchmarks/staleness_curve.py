@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from turngate.envs.shopping import ShoppingEnv, held_out_tasks, train_tasks
+from turngate.learners.objective import OffPolicy
 from turngate.learners.offpolicy import Correction
 from turngate.learners.recipes.shopping import shopping_grpo, shopping_policy
 from turngate.runtime import Limits, Runtime, train
@@ -27,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eta1": {"eta": 1},
     "eta4": {"eta": 4},
     # The clip stays; only the weight of the sampler's policy against the proximal one is taken away.
-    "eta4_uncorrected": {"eta": 4, "learner": {"correction": Correction(lower=1.0, upper=1.0)}},
+    "eta4_uncorrected": {"eta": 4, "learner": {"off_policy": OffPolicy.decoupled(Correction(lower=1.0, upper=1.0))}},
 }
 
 

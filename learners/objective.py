@@ -89,8 +89,6 @@ class Objective:
     off_policy: OffPolicy | OffPolicyName | None = None
     """None is for data of the current policy alone, where all choices but `none` are the same first step; it clips like
     `bypass`."""
-    correction: Correction | None = None
-    """Shorthand beside a name in `off_policy`: "decoupled" with this is `OffPolicy.decoupled(correction)`."""
     kl_coef: float = 0.0
     kl_in: KLPlace = "reward"
     entropy_coef: float = 0.0
@@ -105,8 +103,6 @@ class Objective:
             )
         if self.surrogate == "cispo" and self.clip and self.clip.dual is not None:
             raise ConfigError("dual clip must be None with surrogate='cispo': its weights are capped already")
-        if self.correction is not None and isinstance(self.off_policy, OffPolicy):
-            raise ConfigError("correction must be part of the OffPolicy value: got one beside it as well")
         if self.kl_in not in ("reward", "loss_k2", "loss_ratio_k3"):
             raise ConfigError(f"kl_in must be reward, loss_k2 or loss_ratio_k3: got {self.kl_in!r}")
         self._check_surrogate(self.choice)
@@ -137,7 +133,7 @@ class Objective:
         """The off-policy choice in use, spelled out."""
         if isinstance(self.off_policy, OffPolicy):
             return self.off_policy
-        return OffPolicy(kind="bypass" if self.off_policy is None else self.off_policy, correction=self.correction)
+        return OffPolicy(kind="bypass" if self.off_policy is None else self.off_policy)
 
     @property
     def has_kl_loss(self) -> bool:

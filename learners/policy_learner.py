@@ -30,7 +30,6 @@ from turngate.learners.objective import (
     UpdateData,
     require_off_policy_choice,
 )
-from turngate.learners.offpolicy import Correction
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
 from turngate.learners.parity import measure_parity, require_parity
@@ -89,11 +88,8 @@ class PolicyLearner(ABC):
     model: Path | str = field(kw_only=False)
     """Model folder to start from; also the reference of the KL term."""
     off_policy: OffPolicy | OffPolicyName | None = None
-    """What bridges the gap between sampler and policy. Must be chosen for asynchronous training; None trains on
-    data of the current policy alone, and refuses older data."""
-    correction: Correction | None = None
-    """Weights, beside a name in `off_policy`; None stands for truncation at 2, and `Correction(lower=1.0, upper=1.0)`
-    for no correction under the same clip."""
+    """What bridges the gap between sampler and policy, with its weights and filters. Must be chosen for asynchronous
+    training; None trains on data of the current policy alone, and refuses older data."""
     rewards: RewardScheme = field(default=RewardScheme())
     """What is learned from: by default what the environment paid. Evaluations never see it."""
     hacking: HackingConfig = field(default=HackingConfig())
@@ -200,7 +196,6 @@ class PolicyLearner(ABC):
             surrogate=self.surrogate,
             clip=Clip(*self.clip) if isinstance(self.clip, tuple) else self.clip,
             off_policy=self.off_policy,
-            correction=self.correction,
             kl_coef=self.kl_coef,
             kl_in=self.kl_in,
             entropy_coef=self.entropy_coef,
@@ -318,14 +313,15 @@ class PolicyLearner(ABC):
         return compute_panels(data) | watch_rewards(self._loaded.monitor, data, kl=kl)
 
     def _require_rewards(self, batch: Batch) -> None:
-        """Raise when the first batch has nothing by a name that the rewards rely on."""
+        """Raise when the first batch lacks a score that the rewards rely on; a component may be rare, a score is not."""
         trajectories = [t for group in batch.groups for t in group.trajectories if t.end.is_terminal]
-        if self._loaded.updates == 0 and trajectories and (absent := self.rewards.absent(trajectories)):
-            given = sorted({name for t in trajectories for turn in t.turns for name in (*turn.rewards, *turn.scores)})
+        missing = set(self.rewards.absent(trajectories)) & set(self.rewards.scores)
+        if self._loaded.updates == 0 and trajectories and missing:
+            given = sorted({name for t in trajectories for turn in t.turns for name in turn.scores})
             raise ConfigError(
-                f"rewards must be there to learn from: nothing is called {', '.join(absent)} in the first batch, "
-                f"which has {', '.join(given) or 'no rewards or scores at all'}; correct the names, or give the "
-                "Runtime scorers"
+                f"scores must be there to learn from: nothing is called {', '.join(sorted(missing))} in the first "
+                f"batch, whose turns have {', '.join(given) or 'no scores at all'}; correct the name, or give the "
+                "Runtime that scorer"
             )
 
     def _require_fresh(self, tokens: TokenBatch, version: int) -> None:
@@ -333,6 +329,11 @@ class PolicyLearner(ABC):
         if self.off_policy is None:
             lag_P = version - tokens.versions_N[tokens.mask_N]
             require_off_policy_choice(None, int(lag_P.max()) if len(lag_P) else 0)
+
+    @property
+    def needs_scores(self) -> tuple[str, ...]:
+        """Tells the runtime which scorers must be there."""
+        return self.rewards.scores
 
     def check_staleness(self, max_staleness: int) -> None:
         """Refuse to start asynchronous training without a choice of `off_policy`.
@@ -355,6 +356,7 @@ class PolicyLearner(ABC):
         self, state: PolicyState, data: UpdateData, values: ValueTargets | None, rows: list[int], tally: StepTally
     ) -> None:
         """Take one optimizer step on `rows`; none when no token of them can move the policy."""
+        state.optimizer.zero_grad()  # of a step that was left half-way by an error
         tokens, objective = data.tokens, self.objective
         mask_N = tokens.rows_mask(rows)
         weights_N = token_weights(

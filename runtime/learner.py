@@ -1,5 +1,6 @@
 """The seam between the runtime and whatever learns: four synchronous methods."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -9,11 +10,19 @@ from turngate.runtime.types import Batch, Sampling, UpdateReport
 __all__ = ["Learner", "check_learner"]
 
 
-def check_learner(learner: "Learner", sampling: Sampling, max_staleness: int) -> None:
+def check_learner(
+    learner: "Learner", sampling: Sampling, max_staleness: int, scorers: Collection[str] = ()
+) -> None:
     """Require that the learner can learn from what it will be given, as far as it says what it needs.
 
-    Raises: ConfigError: it takes another sampling for granted, or cannot learn from data that old.
+    Raises: ConfigError: it takes another sampling for granted, cannot learn from data that old, or needs scores that
+    no scorer gives.
     """
+    if missing := [name for name in getattr(learner, "needs_scores", ()) if name not in scorers]:
+        raise ConfigError(
+            f"the runtime must have a scorer for each score the learner reads: expected {', '.join(missing)}, got "
+            f"{', '.join(scorers) or 'none'}; pass Runtime(scorers=...) or correct the name"
+        )
     if (check_staleness := getattr(learner, "check_staleness", None)) is not None:
         check_staleness(max_staleness)
     expects: Sampling | None = getattr(learner, "sampling", None)
@@ -38,6 +47,7 @@ class Learner(Protocol):
       runtime that samples another one.
     * `needs_last_context: bool`: rollouts fetch the whole `last_context` of truncated episodes, for bootstrapping.
     * `wants_stale: bool`: batches bring the groups that were discarded as too old for the policy, in `Batch.stale`.
+    * `needs_scores: Collection[str]`: names of the scores it reads; `train` refuses a runtime without such scorers.
     * `check_staleness(max_staleness: int) -> None`: called by `train` before anything runs; raises ConfigError when the
       learner cannot learn from data that old, such as one without an off-policy correction.
     """

@@ -62,7 +62,7 @@ async def train(
     publisher = publisher or runtime.endpoint.publisher
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
-    check_learner(learner, runtime.sampling, max_staleness)
+    check_learner(learner, runtime.sampling, max_staleness, runtime.scorers.names)
     config = TrainConfig(
         updates=updates,
         groups_per_batch=groups_per_batch,

@@ -14,6 +14,7 @@ from turngate.envs.base import End
 from turngate.learners import policy_state
 from turngate.learners.advantages.group import GroupScheme
 from turngate.learners.grpo import GRPO
+from turngate.learners.objective import OffPolicy
 from turngate.learners.offpolicy import Correction
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
@@ -358,7 +359,7 @@ def test_the_weight_of_a_stale_token_reaches_its_gradient_once(lab: Any, folder:
 def test_weights_of_1_leave_out_the_correction_and_keep_the_clip(lab: Any, folder: Path, model: PolicyModel) -> None:
     batch = lab.sample_batch(model, REWARDS, policy_version=2)
     stale = changed(batch, -1.5)
-    uncorrected = {"correction": Correction(lower=1.0, upper=1.0), "clip": (1e-4, 1e-4)}
+    uncorrected = {"off_policy": OffPolicy.decoupled(Correction(lower=1.0, upper=1.0)), "clip": (1e-4, 1e-4)}
     fresh, blind, corrected = (learner(folder, **o) for o in (uncorrected, uncorrected, {"clip": (1e-4, 1e-4)}))
     fresh.update(batch)
     metrics = blind.update(stale).metrics
@@ -448,13 +449,12 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
     batch = lab.sample_batch(model, REWARDS, drop_early_turns=True)
     units = Correction("unit_prod", "mask", upper=5.0, lower=0.2, normalise=True)
     for options in (
-        {"preset": "batch_std", "aggregation": "turn_mean", "correction": units},
+        {"preset": "batch_std", "aggregation": "turn_mean", "off_policy": OffPolicy.decoupled(units)},
         {"preset": "rloo", "aggregation": "seq_mean_token_sum_norm", "length_constant": 64.0},
         {
             "preset": "grpo",
             "aggregation": "prompt_mean",
-            "off_policy": "reinforce",
-            "correction": Correction(upper=1.0),
+            "off_policy": OffPolicy.reinforce(Correction(upper=1.0)),
         },
     ):
         assert learner(folder, **options).update(batch).metrics["optimizer_steps"] == 4
@@ -468,8 +468,6 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"aggregation": "mean"}, "aggregation must be"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "length_constant"),
-        ({"off_policy": "bypass", "correction": Correction()}, "twice"),  # B2.10
-        ({"off_policy": "reinforce", "correction": Correction(normalise=True)}, "normalised"),
         ({"off_policy": "maybe"}, "off_policy"),
         ({"kl_in": "loss_k1"}, "kl_in"),
         ({"parity": "off"}, "parity must be error or report"),
