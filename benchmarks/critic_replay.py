@@ -82,7 +82,7 @@ async def improve(name: str, seed: int, model: Path, folder: Path, args: argpars
     setting = SETTINGS[name]
     shutil.rmtree(folder / "run", ignore_errors=True)  # what an interrupted one left
     late = setting.get("late", "wait")
-    tools = HeavyTail(mean_s=args.tool_ms / 1000, max_s=args.tool_ms / 10) if late == "drop" else 0.0
+    tools = HeavyTail(mean_s=args.tool_ms / 1000, shape=1.2, max_s=args.tool_ms / 10) if late == "drop" else 0.0
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint, limits=Limits(max_turns=16), max_concurrent=args.max_concurrent)
         report = await train(
@@ -214,8 +214,8 @@ if __name__ == "__main__":
     parser.add_argument("--groups", type=int, default=16, help="of 8 episodes, per update")
     parser.add_argument("--eta", type=int, default=1, help="staleness bound of the policy")
     parser.add_argument("--evaluate", type=int, default=512, help="number of held-out tasks")
-    parser.add_argument("--tool-ms", type=float, default=200.0, help="mean latency of the tools where late groups drop")
-    parser.add_argument("--max-concurrent", type=int, default=128)
+    parser.add_argument("--tool-ms", type=float, default=150.0, help="mean latency of the tools where late groups drop")
+    parser.add_argument("--max-concurrent", type=int, default=256)
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     line = json.dumps(main(arguments))
