@@ -166,10 +166,10 @@ def policy_panel(data: PanelInput) -> dict[str, float]:
 
 def starts_turn(tokens: TokenBatch) -> Tensor:
     """Return bool (N,): the generated tokens that are the first of their turn."""
-    at_N, rows_N, turns_N = tokens.generated_N, tokens.row_ids_N, tokens.turn_ids_N
+    at_N, turns_N = tokens.generated_N, tokens.turn_ids_N
     is_first_N = at_N.clone()
-    goes_on = at_N[:-1] & at_N[1:] & (rows_N[:-1] == rows_N[1:]) & (turns_N[:-1] == turns_N[1:])
-    is_first_N[1:] &= ~goes_on
+    # Rows need no look: each begins with context.
+    is_first_N[1:] &= ~(at_N[:-1] & (turns_N[:-1] == turns_N[1:]))
     return is_first_N
 
 

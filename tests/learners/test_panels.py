@@ -250,7 +250,7 @@ def test_kinds_of_turns_spare_what_something_else_chose() -> None:
     made = episode(
         "a",
         [[3], [3], [], [3], [3], [3]],
-        valid={0: False, 1: False, 2: False},
+        valid={0: False, 1: False},
         tool_calls={3: call, 4: same_call},
         observation={2: "page", 3: "page", 4: "page"},
     )
@@ -258,6 +258,12 @@ def test_kinds_of_turns_spare_what_something_else_chose() -> None:
     assert invalid == [True, True, False, False, False, False]
     assert repeated == [False, False, False, False, True, False]
     assert recovery == [False, False, False, True, False, False]
+
+
+def test_an_injected_turn_is_of_no_kind_whatever_it_does() -> None:
+    says = {0: "look", 1: "take", 2: "take", 3: "take"}
+    made = episode("a", [[3], [3], [], [3]], text=says, valid={2: False}, observation=dict.fromkeys(range(4), "page"))
+    assert turn_kinds(made) == ([False] * 4, [False, False, False, True], [False, False, False, True])
 
 
 def test_signs_agree_where_neither_is_zero() -> None:
