@@ -9,8 +9,11 @@ if __name__ == "learners":
 from turngate.learners.cloning import CloningConfig, clone
 from turngate.learners.critic import CriticConfig
 from turngate.learners.episode_credit import GAEConfig
+from turngate.learners.filters import M2PO, OPSM, GeometricFilter
 from turngate.learners.grpo import GRPO
+from turngate.learners.losses import Clip
 from turngate.learners.objective import OffPolicy
+from turngate.learners.offpolicy import Correction
 from turngate.learners.optimizers import Schedule
 from turngate.learners.ppo import PPO
 from turngate.learners.replay import ReplayConfig
@@ -19,10 +22,15 @@ from turngate.learners.step_credit import StepGroups
 
 __all__ = [
     "GRPO",
+    "M2PO",
+    "OPSM",
     "PPO",
+    "Clip",
     "CloningConfig",
+    "Correction",
     "CriticConfig",
     "GAEConfig",
+    "GeometricFilter",
     "OffPolicy",
     "ReplayConfig",
     "RewardScheme",

@@ -9,6 +9,7 @@ from turngate.runtime.endpoint import ChatEndpoint, Endpoint
 from turngate.runtime.evaluation import Evaluation
 from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
 from turngate.runtime.injection import Injection
+from turngate.runtime.judge import JudgeEndpoint
 from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.limits import Limits
@@ -19,6 +20,7 @@ from turngate.runtime.rollout import run_rollout
 from turngate.runtime.run import TrainReport
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
+from turngate.runtime.scorers import Scorer, ScorerSet
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.token_view import render_tokens
 from turngate.runtime.training import train
@@ -53,6 +55,7 @@ __all__ = [
     "Group",
     "History",
     "Injection",
+    "JudgeEndpoint",
     "Learner",
     "Ledger",
     "Limits",
@@ -63,6 +66,8 @@ __all__ = [
     "RolloutFinished",
     "Runtime",
     "Sampling",
+    "Scorer",
+    "ScorerSet",
     "Segment",
     "StalenessLimit",
     "TrainReport",

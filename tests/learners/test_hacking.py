@@ -305,7 +305,7 @@ def test_state_that_is_none_is_refused(state: dict[str, object]) -> None:
     ("fields", "message"),
     [
         ({"window": 3}, "window must be 4 or more"),
-        ({"flat": 3.0}, "flat must be from 0 to significant"),
+        ({"flat": 5.0}, "flat must be from 0 to significant"),
         ({"significant": math.nan}, "flat must be from 0 to significant"),
         ({"max_share": 0.0}, "max_share must be above 0"),
         ({"entropy_fraction": 1.5}, "entropy_fraction must be above 0"),
