@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from torch import Tensor
 from turngate.envs.base import End, Task, ToolCall
 from turngate.learners.batch import lay_out
 from turngate.learners.episode_credit import GAEConfig, compute_episode_credit
+from turngate.learners.grpo import GRPO
 from turngate.learners.hacking import HackingConfig, HackingMonitor
 from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
 from turngate.learners.panels_batch import (
@@ -32,6 +34,8 @@ from turngate.learners.panels_credit import (
     valued_turns_panel,
 )
 from turngate.learners.shaping import RewardScheme
+from turngate.runtime.engine.model import PolicyModel
+from turngate.runtime.errors import LearnerError
 from turngate.runtime.types import Batch, Group, RestartedFrom, Segment, Trajectory, Turn
 
 TASK = Task("t")
@@ -339,3 +343,41 @@ def test_a_new_alarm_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [m["hacking_alarm_canary"] for m in metrics] == [1, 1]
     assert len(caplog.records) == 1
     assert "canary" in caplog.text
+
+
+def test_the_watch_for_hacking_goes_on_from_a_checkpoint(
+    lab: Any, folder: Path, model: PolicyModel, tmp_path: Path
+) -> None:
+    batches = [lab.sample_batch(model, [[0.0, 1.0, 0.0, 1.0]], seed=seed) for seed in range(5)]
+    options: dict[str, Any] = {"parity": "report", "off_policy": "decoupled"}
+    straight, resumed = GRPO(folder, **options), GRPO(folder, **options)
+    straight.load(None)
+    for batch in batches[:-1]:
+        straight.update(batch)
+    straight.save(tmp_path / "checkpoint")
+    resumed.load(tmp_path / "checkpoint")
+    one, other = (learner.update(batches[-1]).metrics for learner in (straight, resumed))
+    assert one == other
+    assert "hacking_trend_gold" in one
+
+
+def test_a_checkpoint_from_before_there_was_a_watch_starts_one(folder: Path, tmp_path: Path) -> None:
+    learner = GRPO(folder)
+    learner.load(None)
+    learner.save(tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "learner.pt"
+    saved = torch.load(path, weights_only=True)
+    del saved["hacking"]
+    torch.save(saved, path)
+    learner.load(tmp_path / "checkpoint")
+    assert repr(learner._loaded.monitor) == "<HackingMonitor 0 of 20 updates, no alarm>"
+
+
+def test_a_checkpoint_whose_watch_is_broken_is_refused(folder: Path, tmp_path: Path) -> None:
+    learner = GRPO(folder)
+    learner.load(None)
+    learner.save(tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "learner.pt"
+    torch.save(torch.load(path, weights_only=True) | {"hacking": {"window": [{"proxy": "high"}]}}, path)
+    with pytest.raises(LearnerError, match="HackingMonitor"):
+        learner.load(tmp_path / "checkpoint")
