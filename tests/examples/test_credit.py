@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -130,3 +131,16 @@ def test_every_method_has_a_learner_and_others_are_refused(tmp_path: Path) -> No
     assert len({repr(learner) for learner in learners}) == 4
     with pytest.raises(ConfigError, match="got 'tokens'"):
         shopping_learner("tokens", tmp_path, 10)
+
+
+def test_every_piece_of_code_of_the_page_about_credit_runs_and_prints_what_the_page_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "credit.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", page, re.MULTILINE | re.DOTALL)
+    assert len(found) >= 8
+    assert max(len(block.splitlines()) for block, _ in found) <= 9
+    names: dict[str, object] = {}
+    for block, shown in found:
+        exec(block, names)
+        assert capsys.readouterr().out == shown

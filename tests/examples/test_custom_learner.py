@@ -4,8 +4,10 @@ import argparse
 import ast
 import importlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from turngate.envs.base import End, Task
 from turngate.runtime import Batch, Group, Segment, Trajectory, Turn
 from turngate.runtime.engine.model import ModelConfig, PolicyModel
+from turngate.runtime.engine.packing import pack
 from turngate.runtime.engine.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -50,12 +53,10 @@ def batch(*rewards: float | None) -> Batch:
     return Batch(groups=tuple(groups), policy_version=0)
 
 
-def probabilities(learner) -> list[float]:
-    """Return how likely the policy makes each token after the two that the batch's episodes begin with."""
-    from turngate.runtime.engine.packing import pack
-
+def probabilities(policy: PolicyModel) -> list[float]:
+    """Return how likely each token is after the two that the batch's episodes begin with."""
     with torch.no_grad():
-        return learner.policy.logits(pack([[1, 2, 0]], [[0, 0, 1]])).softmax(-1)[0].tolist()
+        return policy.logits(pack([[1, 2, 0]], [[0, 0, 1]])).softmax(-1)[0].tolist()
 
 
 def loaded(example: ModuleType, model: Path, checkpoint: Path | None = None):
@@ -76,9 +77,9 @@ def test_what_paid_becomes_likelier_and_the_baseline_follows_the_rewards(example
     learner = loaded(example, folder)
     learner.update(batch(1.0, 0.0))
     assert learner.baseline == 0.5
-    before = probabilities(learner)
+    before = probabilities(learner.policy)
     report = learner.update(batch(1.0, 0.0))
-    after = probabilities(learner)
+    after = probabilities(learner.policy)
     assert after[3] > before[3]
     assert after[4] < before[4]
     assert report.metrics["baseline"] == pytest.approx(0.5)
@@ -89,7 +90,7 @@ def test_episodes_that_were_cut_short_train_nothing_and_move_no_baseline(example
     learner.update(batch(1.0, 0.0, None))
     other.update(batch(1.0, 0.0))
     assert learner.baseline == other.baseline == 0.5
-    assert probabilities(learner) == probabilities(other)
+    assert probabilities(learner.policy) == probabilities(other.policy)
     learner.update(batch(None, None))
     assert learner.baseline == 0.5
 
@@ -104,7 +105,7 @@ def test_save_load_update_equals_update_bit_for_bit(example: ModuleType, folder:
     again = loaded(example, folder, checkpoint)
     for one in (learner, again):
         one.update(batch(0.0, 1.0))
-    assert probabilities(learner) == probabilities(again)
+    assert probabilities(learner.policy) == probabilities(again.policy)
     assert learner.baseline == again.baseline
 
 
@@ -120,3 +121,35 @@ def test_the_agent_learns_which_digit_opens_which_lock(
     # Two blind tries at five digits open 0.36 of the locks; measured after 40 updates: 0.9.
     assert figures["success_before"] < 0.45
     assert figures["success_after"] > 0.5
+
+
+def blocks() -> list[str]:
+    page = (EXAMPLES.parent / "docs" / "custom-learner.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_quotes_the_example_as_it_is() -> None:
+    source = (EXAMPLES / "custom_learner.py").read_text()
+    quoted = [block for block in blocks() if block.startswith("    ")]
+    assert len(quoted) == 3
+    assert [block for block in quoted if block not in source] == []
+
+
+def test_the_page_s_own_functions_and_learner_work(folder: Path) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in blocks():
+        if not block.startswith("    "):
+            exec(block, names)
+    group = Group(
+        id="g", task=Task("t"), order=0, trajectories=tuple(g.trajectories[0] for g in batch(1.0, 0.0).groups)
+    )
+    assert names["against_siblings"](group).tolist() == [1.0, -1.0]
+
+    learner = names["RewardToGo"](folder, off_policy="decoupled", parity="report", minibatches=1)
+    learner.load(None)
+    before = probabilities(learner._loaded.model)
+    report = learner.update(batch(1.0, 0.0))
+    after = probabilities(learner._loaded.model)
+    assert report.metrics["baseline"] == 0.5
+    assert after[3] > before[3]
+    assert after[4] < before[4]
