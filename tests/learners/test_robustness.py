@@ -18,6 +18,7 @@ from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.grpo import GRPO
 from turngate.learners.policy_learner import PolicyLearner
 from turngate.learners.ppo import PPO
+from turngate.learners.shaping import RewardScheme
 from turngate.learners.step_credit import StepGroups
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
@@ -135,6 +136,16 @@ def with_reward(batch: Batch, reward: float) -> Batch:
     return msgspec.structs.replace(batch, groups=(msgspec.structs.replace(first, trajectories=tuple(members)), *others))
 
 
+def with_rewards(batch: Batch, rewards: Sequence[dict[str, float]]) -> Batch:
+    """Return the batch of one group with each member's last turn paid so."""
+    (group,) = batch.groups
+    members: list[Trajectory] = []
+    for trajectory, paid in zip(group.trajectories, rewards, strict=True):
+        last = msgspec.structs.replace(trajectory.turns[-1], rewards=paid)
+        members.append(msgspec.structs.replace(trajectory, turns=(*trajectory.turns[:-1], last)))
+    return msgspec.structs.replace(batch, groups=(msgspec.structs.replace(group, trajectories=tuple(members)),))
+
+
 def without_second(batch: Batch) -> Batch:
     first, *others = batch.groups
     members = (first.trajectories[0], *first.trajectories[2:])
@@ -160,6 +171,18 @@ def test_an_unscorable_episode_is_counted_and_changes_nothing(
     update(other, without_second(batch))
     assert metrics["excluded_unscorable"] == 1
     assert same(weights(learner), weights(other))
+
+
+@every_learner
+def test_an_unknown_outcome_that_is_not_learned_from_spoils_no_metric(
+    lab: Any, folder: Path, model: PolicyModel, name: str
+) -> None:
+    batch = lab.make_batch([group_of(model, [[2, 2]] * 4)])
+    batch = with_rewards(batch, [{"outcome": math.nan, "form": float(i % 2)} for i in range(4)])
+    options = {"critic": replace(LEARNERS[name][1]["critic"], kind="scalar")} if name.startswith("PPO") else {}
+    metrics = update(loaded(name, folder, rewards=RewardScheme(weights={"form": 1.0}), **options), batch)
+    assert metrics["policy_tokens"] == 16
+    assert "hacking_gold" not in metrics
 
 
 @every_learner
