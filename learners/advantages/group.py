@@ -107,8 +107,8 @@ def sample_advantages(traj_of_sample: Sequence[int], rewards_I: Tensor, *, schem
 
 def batch_reward_std(rewards: Sequence[Tensor], valid: Sequence[Tensor]) -> float:
     """Return the standard deviation (ddof 1) over all countable rewards of a batch; 0 for fewer than two."""
-    counted = torch.cat([r[v & ~torch.isnan(r)].to(torch.float64) for r, v in zip(rewards, valid, strict=True)])
-    return float(counted.std()) if len(counted) > 1 else 0.0
+    counted = [r[v & ~torch.isnan(r)].to(torch.float64) for r, v in zip(rewards, valid, strict=True)]
+    return float(torch.cat(counted).std()) if sum(map(len, counted)) > 1 else 0.0
 
 
 def _of_valid(rewards_N: Tensor, scheme: GroupScheme, batch_std: float | None) -> tuple[Tensor, bool]:
