@@ -58,9 +58,13 @@ def plot_success(target: str | Path, runs: Mapping[str, Sequence[RunCurve]], *, 
 
     Args: updates: of how many, the latest, a point is the mean.
     """
-    curves = {name: [(run.steps, run.smooth(updates)) for run in of_name] for name, of_name in runs.items()}
-    counted = {name: [(range(1, len(y) + 1), y) for _, y in of_name] for name, of_name in curves.items()}
-    panels = {"environment steps": curves, "policy updates": counted}
+    by_steps: dict[str, list[Curve]] = {}
+    by_updates: dict[str, list[Curve]] = {}
+    for name, of_name in runs.items():
+        smooth = [run.smooth(updates) for run in of_name]
+        by_steps[name] = [(run.steps, y) for run, y in zip(of_name, smooth, strict=True)]
+        by_updates[name] = [(range(1, len(y) + 1), y) for y in smooth]
+    panels = {"environment steps": by_steps, "policy updates": by_updates}
     return plot_bands(target, panels, unit="success of training rollouts", y_range=(0, 1))
 
 

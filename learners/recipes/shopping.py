@@ -139,7 +139,8 @@ def shopping_grpo(model: Path, updates: int, *, seed: int = 0, **changes: Any) -
     successes and say nothing, and what the others say gets noisier: twice these rates, or four steps a batch instead of
     two, reached 0.8 in 40 updates and then shook between 0.7 and 0.85, with ratios up to 50.
     """
-    return GRPO(model, **({"preset": "grpo"} | _step_settings(updates, seed) | changes))
+    settings: dict[str, Any] = _step_settings(updates, seed) | {"preset": "grpo"}
+    return GRPO(model, **(settings | changes))
 
 
 def shopping_ppo(model: Path, updates: int, *, seed: int = 0, **changes: Any) -> PPO:

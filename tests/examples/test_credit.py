@@ -76,7 +76,7 @@ def test_methods_train_from_one_warm_start_and_are_compared(
     for name in ("credit.png", "table.md", *(f"{method}-seed3/result.json" for method in METHODS)):
         assert (tmp_path / name).stat().st_size > 0
     for name in figures | figures["methods"]["step_groups"]:
-        assert name in script.__doc__
+        assert name in str(script.__doc__)
 
     # A second call finds both results and runs nothing.
     monkeypatch.setattr(script, "run", lambda *args: pytest.fail("ran again"))
