@@ -206,9 +206,16 @@ def test_a_batch_without_groups_changes_no_weight(folder: Path, lab: Any, name: 
     assert same(weights(learner), before)
 
 
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "batch_std"])
+def test_no_group_is_no_group_to_every_preset(folder: Path, lab: Any, preset: str) -> None:
+    learner = loaded("GRPO", folder, preset=preset)
+    before = weights(learner)
+    update(learner, lab.make_batch([]))
+    assert same(weights(learner), before)
+
+
 @every_learner
-@pytest.mark.parametrize("end", [End.env_error, End.endpoint_error, End.cancelled])
-def test_a_batch_of_failures_changes_no_weight(lab: Any, folder: Path, model: PolicyModel, name: str, end: End) -> None:
+def test_a_batch_of_failures_changes_no_weight(lab: Any, folder: Path, model: PolicyModel, name: str) -> None:
     learner = loaded(name, folder)
     before = weights(learner)
     metrics = update(learner, with_end(lab.sample_batch(model, REWARDS), End.env_error))
