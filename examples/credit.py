@@ -31,7 +31,7 @@ import msgspec
 from turngate.envs.shopping import ShoppingEnv, compute_recovery, held_out_tasks, train_tasks
 from turngate.learners.recipes.shopping import SHOPPING_METHODS, shopping_learner, shopping_policy
 from turngate.runtime import Limits, Runtime, show_progress, train
-from turngate.runtime.comparison import RunCurve, equal_steps
+from turngate.runtime.comparison import RunCurve, equal_steps, training_seconds
 from turngate.runtime.engine import Engine
 from turngate.runtime.errors import LearnerError
 from turngate.runtime.plot import plot_success
@@ -51,7 +51,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     recovery: float | None
     """Success among those of them in which an item was opened that violates a constraint; None when there were none."""
     seconds: float
-    """Of training; of the last start alone when the run was interrupted."""
     curve: RunCurve
 
 
@@ -70,7 +69,6 @@ async def improve(method: str, seed: int, model: Path, folder: Path, args: argpa
                 run_dir=folder,
                 group_size=8,
                 groups_per_batch=16,
-                max_staleness=2,
                 resume=(folder / "metrics.jsonl").exists(),
                 seed=seed,
             )
@@ -82,7 +80,7 @@ async def improve(method: str, seed: int, model: Path, folder: Path, args: argpa
         updates=report.updates,
         success=evaluation.success,
         recovery=recovery.rate if recovery.wrong else None,
-        seconds=report.seconds,
+        seconds=training_seconds(report.history),
         curve=RunCurve.of(report.history),
     )
 
@@ -134,15 +132,13 @@ def load(folders: Iterable[Path], updates: int) -> list[Result]:
 
 def compare(runs: list[Result], cut: float) -> dict[str, float | None]:
     """Return the figures of one method, its runs compared after `cut` environment steps."""
-    success = [run.success for run in runs]
     recovery = [run.recovery for run in runs if run.recovery is not None]
-    at_cut = [run.curve.success_at(cut, updates=SMOOTHING) for run in runs]
     return {
         "seeds": len(runs),
-        "success": statistics.fmean(success),
-        "success_min": min(success),
-        "success_max": max(success),
-        "success_at_equal_steps": statistics.fmean(at_cut),  # NaN, so null, when a run's first update is beyond
+        "success": statistics.fmean(run.success for run in runs),
+        "success_min": min(run.success for run in runs),
+        "success_max": max(run.success for run in runs),
+        "success_at_equal_steps": statistics.fmean(run.curve.success_at(cut, updates=SMOOTHING) for run in runs),
         "area": statistics.fmean(run.curve.area(cut) for run in runs),
         "recovery": statistics.fmean(recovery) if recovery else None,
         "steps": statistics.fmean(run.curve.steps[-1] for run in runs),
@@ -154,13 +150,12 @@ def table(figures: dict[str, dict[str, float | None]], cut: float) -> str:
     """Return the figures as a markdown table."""
     heads = ["credit", "seeds", "held-out success", "lowest", "highest", f"success at {cut:,.0f} steps"]
     heads += ["mean until then", "recovery", "environment steps", "seconds"]
-    rows = [
-        [
-            SHOPPING_METHODS[method],
-            *("-" if v is None else f"{v:,.0f}" if abs(v) > 1 or k == "seeds" else f"{v:.3f}" for k, v in f.items()),
-        ]
-        for method, f in figures.items()
-    ]
+    whole = ("seeds", "steps", "seconds")
+
+    def cell(name: str, value: float | None) -> str:
+        return "-" if value is None else f"{value:,.0f}" if name in whole else f"{value:.3f}"
+
+    rows = [[SHOPPING_METHODS[m], *(cell(*figure) for figure in of_m.items())] for m, of_m in figures.items()]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (heads, ["---"] * len(heads), *rows))
 
 
@@ -184,15 +179,9 @@ def main(args: argparse.Namespace) -> None:
     plot = plot_success(run_dir / "credit.png", curves, updates=SMOOTHING)
     (run_dir / "table.md").write_text(table(figures, cut))
     print(f"\n{table(figures, cut)}\n{plot}: mean and range over seeds")
-    measured = {(result.method, result.seed) for result in results}
-    last_line = {
-        "run_dir": str(run_dir),
-        "updates": args.updates,
-        "equal_steps": cut,
-        "missing": [folder.name for key, folder in folders.items() if key not in measured],
-        "methods": figures,
-    }
-    line = msgspec.json.encode(last_line).decode()
+    missing = sorted({folder.name for folder in folders.values()} - {f"{r.method}-seed{r.seed}" for r in results})
+    found: dict[str, Any] = {"run_dir": str(run_dir), "updates": args.updates, "equal_steps": cut, "missing": missing}
+    line = msgspec.json.encode(found | {"methods": figures}).decode()
     if args.json:
         Path(args.json).write_text(line + "\n")
     print(line)

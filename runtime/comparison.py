@@ -9,7 +9,7 @@ import msgspec
 
 from turngate.runtime.errors import ConfigError
 
-__all__ = ["RunCurve", "equal_steps"]
+__all__ = ["RunCurve", "equal_steps", "training_seconds"]
 
 
 class RunCurve(msgspec.Struct, frozen=True):
@@ -74,6 +74,16 @@ def equal_steps(curves: Iterable[RunCurve]) -> float:
     if not totals:
         raise ConfigError("runs must be there to be compared: got none")
     return min(totals)
+
+
+def training_seconds(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return the wall time until a run's last update, without the pauses of a run that was stopped and resumed."""
+    total = before = 0.0
+    for row in rows:
+        # The clock of a row starts anew with the process.
+        total += row["seconds"] - (before if row["seconds"] >= before else 0.0)
+        before = row["seconds"]
+    return total
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from turngate.runtime.comparison import RunCurve, equal_steps
+from turngate.runtime.comparison import RunCurve, equal_steps, training_seconds
 from turngate.runtime.errors import ConfigError
 
 CURVE = RunCurve([10.0, 20.0, 10.0], [0.0, 0.5, 1.0])
@@ -43,3 +43,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         RunCurve([1.0], [])
     with pytest.raises(ConfigError, match="at least one update"):
         RunCurve([], [])
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_processes() -> None:
+    assert training_seconds([{"seconds": seconds} for seconds in (2.0, 3.5, 1.0, 2.5)]) == 3.5 + 2.5
+    assert training_seconds([]) == 0.0
