@@ -180,8 +180,8 @@ def main(args: argparse.Namespace) -> None:
     (run_dir / "table.md").write_text(table(figures, cut))
     print(f"\n{table(figures, cut)}\n{plot}: mean and range over seeds")
     missing = sorted({folder.name for folder in folders.values()} - {f"{r.method}-seed{r.seed}" for r in results})
-    found: dict[str, Any] = {"run_dir": str(run_dir), "updates": args.updates, "equal_steps": cut, "missing": missing}
-    line = msgspec.json.encode(found | {"methods": figures}).decode()
+    summary: dict[str, Any] = {"run_dir": str(run_dir), "updates": args.updates, "equal_steps": cut, "missing": missing}
+    line = msgspec.json.encode(summary | {"methods": figures}).decode()
     if args.json:
         Path(args.json).write_text(line + "\n")
     print(line)
