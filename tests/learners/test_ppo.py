@@ -97,6 +97,7 @@ def test_old_experience_teaches_the_critic_alone(lab: Any, folder: Path, model: 
     replay = ReplayConfig(start_after=4, batch_trajectories=8, target=target)
     options: dict[str, Any] = {"critic": CriticConfig(action_values=target == "retrace")}
     with_replay, without = learner(folder, replay=replay, **options), learner(folder, **options)
+    metrics: dict[str, float] = {}
     for seed in range(2):
         batch = lab.sample_batch(model, REWARDS, seed=seed)
         old = lab.sample_batch(model, [[1.0, 0.0]], seed=10 + seed)
