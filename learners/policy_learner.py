@@ -313,7 +313,7 @@ class PolicyLearner(ABC):
         return compute_panels(data) | watch_rewards(self._loaded.monitor, data, kl=kl)
 
     def _require_rewards(self, batch: Batch) -> None:
-        """Raise when the first batch lacks a score that the rewards rely on; a component may be rare, a score is not."""
+        """Raise when the first batch lacks a score that the rewards rely on; components may be rare, scores are not."""
         trajectories = [t for group in batch.groups for t in group.trajectories if t.end.is_terminal]
         missing = set(self.rewards.absent(trajectories)) & set(self.rewards.scores)
         if self._loaded.updates == 0 and trajectories and missing:

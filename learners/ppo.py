@@ -43,7 +43,7 @@ from turngate.runtime.types import Batch, Trajectory
 
 __all__ = ["PPO"]
 
-_EXCLUDED = ("failed", "unscorable", "no_last_context", "empty")
+_EXCLUDED: tuple[str, ...] = ("failed", "unscorable", "no_last_context", "empty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class PPO(PolicyLearner):
 
     def _select(self, batch: Batch) -> tuple[Keep, dict[str, float]]:
         """Every episode trains whose reward and continuation are known."""
-        count = dict.fromkeys(_EXCLUDED, 0)
+        count: dict[str, int] = dict.fromkeys(_EXCLUDED, 0)
         keep: list[list[bool]] = []
         for group in batch.groups:
             reasons = [self._unusable(trajectory) for trajectory in group.trajectories]
