@@ -74,7 +74,7 @@ def policy(lab: Any, model: PolicyModel) -> PolicyModel:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in moved.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     return moved
 
 

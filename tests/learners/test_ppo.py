@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,13 @@ def credited(
     zeros_N = torch.zeros(len(tokens.mask_N))
     kl_N = torch.where(tokens.mask_N, torch.arange(len(zeros_N)) * kl, 0.0) if kl else None
     lessons: list[dict[tuple[str, int], float]] = []
+
+    def listen(tokens: TokenBatch, targets: ValueTargets, **_: Any) -> dict[str, float]:
+        lessons.append(taught(tokens, targets))
+        return {}
+
     if ppo._critic is not None:
-        ppo._critic.learn = lambda tokens, targets, **_: lessons.append(taught(tokens, targets)) or {}  # type: ignore[method-assign, func-returns-value]
+        ppo._critic.learn = listen
     credit = ppo._credit(Scored(batch, keep, tokens, zeros_N, zeros_N, kl_N))
     if credit.values is not None:
         lessons.append(taught(tokens, credit.values))
@@ -236,6 +242,10 @@ def test_b3_4_b3_5_a_cut_episode_bootstraps_from_its_last_context(
     assert credit.metrics["bootstrap_share"] == pytest.approx(1 / 12)
 
 
+def _with_context(context: list[int], trajectory: Trajectory) -> Trajectory:
+    return cut(trajectory, context, end=trajectory.end)
+
+
 def test_b3_8_the_last_context_of_a_finished_episode_is_never_looked_at(
     lab: Any, folder: Path, model: PolicyModel
 ) -> None:
@@ -243,7 +253,7 @@ def test_b3_8_the_last_context_of_a_finished_episode_is_never_looked_at(
     batch = lab.sample_batch(model, REWARDS)
     reference = credited(ppo, batch)
     for context in ([1, 5, 9, 3], [8, 8], [23] * 127):
-        other = credited(ppo, changed(batch, lambda t, c=context: cut(t, c, end=t.end)))
+        other = credited(ppo, changed(batch, partial(_with_context, context)))
         assert torch.equal(reference[1].advantages_N, other[1].advantages_N)
         assert reference[2] == other[2]
 
