@@ -17,7 +17,7 @@ import pytest
 
 from turngate.envs import End, Task
 from turngate.envs.shopping import ShoppingEnv, demonstrations, running_example
-from turngate.learners import GRPO
+from turngate.learners import GRPO, PPO
 from turngate.runtime import (
     Batch,
     Buffer,
@@ -432,7 +432,7 @@ def test_the_metrics_of_an_update_are_the_documented_ones() -> None:
 
 
 def test_the_knobs_of_the_readme_exist_with_these_defaults() -> None:
-    homes = {"train": train, "Runtime": Runtime, "GRPO": GRPO}
+    homes = {"train": train, "Runtime": Runtime, "GRPO": GRPO, "PPO": PPO}
     rows = re.findall(r"^\| `(\w+)\((.+?)\)` \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(rows) >= 10
 
@@ -442,5 +442,5 @@ def test_the_knobs_of_the_readme_exist_with_these_defaults() -> None:
         assert [name for name in names if name not in parameters] == []
         defaults = [re.sub(r"[`\"]", "", part) for part in shown.split(", ")]
         for name, default in zip(names, defaults, strict=False):
-            if parameters[name].default is not None and home != "GRPO":
+            if parameters[name].default is not None and home not in ("GRPO", "PPO"):
                 assert str(parameters[name].default) == default, name
