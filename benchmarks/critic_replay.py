@@ -214,7 +214,7 @@ if __name__ == "__main__":
     parser.add_argument("--groups", type=int, default=16, help="of 8 episodes, per update")
     parser.add_argument("--eta", type=int, default=1, help="staleness bound of the policy")
     parser.add_argument("--evaluate", type=int, default=512, help="number of held-out tasks")
-    parser.add_argument("--tool-ms", type=float, default=150.0, help="mean latency of the tools where late groups drop")
+    parser.add_argument("--tool-ms", type=float, default=300.0, help="mean latency of the tools where late groups drop")
     parser.add_argument("--max-concurrent", type=int, default=256)
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
