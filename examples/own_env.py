@@ -35,7 +35,8 @@ async def main(folder: Path) -> None:
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint)
         show_progress(runtime.events, every=10)
-        await train(runtime, Lock, tasks, learner=GRPO(model, off_policy="decoupled", updates=100), updates=100, run_dir=folder / "run")
+        learner = GRPO(model, off_policy="decoupled", updates=100)
+        await train(runtime, Lock, tasks, learner=learner, updates=100, run_dir=folder / "run")
         print(await runtime.evaluate(Lock, tasks))
 
 

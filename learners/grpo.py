@@ -49,6 +49,11 @@ class GRPO(PolicyLearner):
             raise ConfigError(f"rewards must matter to the credit: {why}")
 
     @property
+    def advantage_unit(self) -> Literal["turn", "trajectory"]:
+        """Trajectories, or turns with finer credit."""
+        return "trajectory" if self.credit == "trajectory" else "turn"
+
+    @property
     def scheme(self) -> GroupScheme:
         """The group statistics in use."""
         return GROUP_PRESETS[self.preset] if isinstance(self.preset, str) else self.preset

@@ -74,8 +74,8 @@ class HackingConfig:
     window: int = 20
     """Updates that trends look at; no alarm of a trend before it is full."""
     significant: float = 4.0
-    """Standard errors between the halves of the window from which on something rises or falls. Windows overlap and every
-    update looks again: at 2, a healthy run of a hundred updates raised alarms."""
+    """Standard errors between the halves of the window from which on something rises or falls. Windows overlap and
+    every update looks again: at 2, a healthy run of a hundred updates raised alarms."""
     flat: float = 1.0
     """Standard errors up to which the outcome does not count as risen."""
     max_share: float = 0.5

@@ -136,6 +136,11 @@ class Objective:
         return OffPolicy(kind="bypass" if self.off_policy is None else self.off_policy)
 
     @property
+    def ratio_unit(self) -> Literal["token", "turn", "trajectory"]:
+        """What has one ratio, and so one advantage."""
+        return _UNITS[self.surrogate][0] if self.surrogate in _UNITS else "token"
+
+    @property
     def has_kl_loss(self) -> bool:
         """True when the loss holds a KL term."""
         return self.kl_coef != 0 and self.kl_in != "reward"

@@ -49,6 +49,8 @@ Parity: TypeAlias = Literal["error", "report"]
 Keep: TypeAlias = Sequence[Sequence[bool]]
 """Per group of a batch and per member: whether its tokens belong in the loss."""
 
+_UNIT_SIZES = ("token", "turn", "trajectory")
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -156,9 +158,19 @@ class PolicyLearner(ABC):
             )
         if self.updates and not self.schedule.total_updates:
             self.schedule = msgspec.structs.replace(self.schedule, total_updates=self.updates)
-        _ = self.objective  # checks its own part
+        ratio, advantage = self.objective.ratio_unit, self.advantage_unit
+        if _UNIT_SIZES.index(ratio) > _UNIT_SIZES.index(advantage):
+            raise ConfigError(
+                f"one ratio cannot serve two advantages: got surrogate={self.surrogate!r}, a ratio per {ratio}, with "
+                f"credit per {advantage}; choose a finer surrogate or coarser credit ({name_of})"
+            )
 
     # --- what a learner decides
+
+    @property
+    @abstractmethod
+    def advantage_unit(self) -> Literal["token", "turn", "trajectory"]:
+        """The largest unit within which all tokens have the same advantage."""
 
     @abstractmethod
     def _select(self, batch: Batch) -> tuple[Keep, dict[str, float]]:

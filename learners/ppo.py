@@ -6,7 +6,7 @@ each. Episodes that the collector cut short bootstrap from the value of their la
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -117,6 +117,11 @@ class PPO(PolicyLearner):
                 "replay must learn from rewards without a KL penalty: got kl_in='reward'; use kl_in='loss_ratio_k3', "
                 "or kl_coef=0"
             )
+
+    @property
+    def advantage_unit(self) -> Literal["token", "turn"]:
+        """Turns, or tokens with finer credit."""
+        return "turn" if self.credit.level == "turn" else "token"
 
     @property
     def wants_stale(self) -> bool:

@@ -17,6 +17,7 @@ from turngate.envs.base import End, Task
 from turngate.learners.batch import TokenBatch, lay_out
 from turngate.learners.critic import CriticConfig, ValueTargets, after_actions
 from turngate.learners.episode_credit import GAEConfig, compute_episode_credit
+from turngate.learners.grpo import GRPO
 from turngate.learners.policy_learner import Credit, Scored
 from turngate.learners.ppo import PPO
 from turngate.learners.replay import ReplayConfig
@@ -592,3 +593,16 @@ def test_the_watch_for_hacking_goes_on_after_a_restart(
     assert again._state.monitor.state_dict() == ppo._state.monitor.state_dict() != {"window": []}
     batch = lab.sample_batch(model, REWARDS, seed=5)
     assert ppo.update(batch).metrics == again.update(batch).metrics
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (PPO, {"credit": GAEConfig(level="bilevel"), "surrogate": "turn_geo"}),
+        (PPO, {"surrogate": "sequence_geo"}),
+        (GRPO, {"credit": "turn_index", "surrogate": "sequence_geo"}),
+    ],
+)
+def test_one_ratio_for_two_advantages_is_refused_at_once(make: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="one ratio cannot serve two advantages"):
+        make("anywhere", clip=(0.01, 0.01), **options)
