@@ -10,9 +10,7 @@ from turngate.runtime.types import Batch, Sampling, UpdateReport
 __all__ = ["Learner", "check_learner"]
 
 
-def check_learner(
-    learner: "Learner", sampling: Sampling, max_staleness: int, scorers: Collection[str] = ()
-) -> None:
+def check_learner(learner: "Learner", sampling: Sampling, max_staleness: int, scorers: Collection[str] = ()) -> None:
     """Require that the learner can learn from what it will be given, as far as it says what it needs.
 
     Raises: ConfigError: it takes another sampling for granted, cannot learn from data that old, or needs scores that
