@@ -1,7 +1,7 @@
 """One episode's advantages and value targets, from what its actions were paid and what a critic says of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -33,8 +33,8 @@ class GAEConfig:
     lam_token: float = 1.0
     """Within an action, for `bilevel`. Below 1, long actions are discounted more than short ones."""
     length_adaptive: float | None = None
-    """alpha of lambda = 1 - 1 / (alpha * length), which replaces `lam` (Yue et al. 2025, VAPO, 2504.05118); length in
-    turns, in tokens with level `token`."""
+    """alpha of lambda = 1 - 1 / (alpha * length), which replaces `lam` in advantages; the critic's targets get lambda 1
+    then (Yue et al. 2025, VAPO, 2504.05118). The length is in turns, in tokens with level `token`."""
 
     def __post_init__(self) -> None:
         if self.level not in ("turn", "token", "bilevel"):
@@ -77,9 +77,38 @@ def compute_episode_credit(
     context when the episode was cut short, None when it ended. token_rewards: paid for single tokens beside that, in
     the shapes of `values` (a KL penalty).
     """
-    if config.level == "token":
-        return _of_tokens(rewards_T, values, bootstrap, config, token_rewards)
-    lam = _trace(config, len(values))
+    estimate = _of_tokens if config.level == "token" else _of_turns
+    if config.length_adaptive is None:
+        return estimate(rewards_T, values, bootstrap, token_rewards, config, config.lam)
+    length = sum(map(len, values)) if config.level == "token" else len(values)
+    lam = length_adaptive_lambda(length, alpha=config.length_adaptive)
+    of_policy = estimate(rewards_T, values, bootstrap, token_rewards, config, lam)
+    of_critic = estimate(rewards_T, values, bootstrap, token_rewards, config, 1.0)
+    return replace(of_policy, targets=of_critic.targets, action_targets_T=of_critic.action_targets_T)
+
+
+def observed_returns(rewards_T: Tensor, lengths: Sequence[int], config: GAEConfig) -> Tensor:
+    """Return what came after the start of each turn of a finished episode, (T,), discounted like its targets.
+
+    Args: lengths: tokens of each action.
+    """
+    if config.level != "token":
+        return step_returns(rewards_T, gamma=config.gamma)
+    ends_T = torch.tensor(lengths).cumsum(0)
+    paid_P = torch.zeros(sum(lengths), dtype=torch.float64)
+    paid_P[ends_T - 1] += rewards_T
+    return step_returns(paid_P, gamma=config.gamma)[ends_T - torch.tensor(lengths)].to(rewards_T)
+
+
+def _of_turns(
+    rewards_T: Tensor,
+    values: Sequence[Tensor],
+    bootstrap: float | None,
+    token_rewards: Sequence[Tensor] | None,
+    config: GAEConfig,
+    lam: float,
+) -> EpisodeCredit:
+    """Every action is a step, and for `bilevel` every token one within it."""
     both = gae_bilevel(
         rewards_T,
         values,
@@ -98,25 +127,13 @@ def compute_episode_credit(
     return EpisodeCredit(advantages, targets, *both.turns)
 
 
-def observed_returns(rewards_T: Tensor, lengths: Sequence[int], config: GAEConfig) -> Tensor:
-    """Return what came after the start of each turn of a finished episode, (T,), discounted like its targets.
-
-    Args: lengths: tokens of each action.
-    """
-    if config.level != "token":
-        return step_returns(rewards_T, gamma=config.gamma)
-    ends_T = torch.tensor(lengths).cumsum(0)
-    paid_P = torch.zeros(sum(lengths), dtype=torch.float64)
-    paid_P[ends_T - 1] += rewards_T
-    return step_returns(paid_P, gamma=config.gamma)[ends_T - torch.tensor(lengths)].to(rewards_T)
-
-
 def _of_tokens(
     rewards_T: Tensor,
     values: Sequence[Tensor],
     bootstrap: float | None,
-    config: GAEConfig,
     token_rewards: Sequence[Tensor] | None,
+    config: GAEConfig,
+    lam: float,
 ) -> EpisodeCredit:
     """Every token is a step; an action is paid at its last one."""
     lengths = [len(v) for v in values]
@@ -124,15 +141,9 @@ def _of_tokens(
     if token_rewards is not None:
         paid_P += torch.cat(list(token_rewards))
     paid_P[torch.tensor(lengths).cumsum(0) - 1] += rewards_T
-    lam = _trace(config, len(paid_P))
     flat = gae(paid_P, torch.cat(list(values)).to(torch.float64), bootstrap=bootstrap, gamma=config.gamma, lam=lam)
     advantages, targets = (x.to(values[0]).split(lengths) for x in flat)
     # What an action was worth is what its last token was: nothing of the action is left to choose there.
     return EpisodeCredit(
         advantages, targets, torch.stack([a[-1] for a in advantages]), torch.stack([y[-1] for y in targets])
     )
-
-
-def _trace(config: GAEConfig, length: int) -> float:
-    alpha = config.length_adaptive
-    return config.lam if alpha is None else length_adaptive_lambda(length, alpha=alpha)

@@ -104,6 +104,17 @@ def test_adaptive_traces_count_the_steps_of_the_level(level: CreditLevel, length
     adaptive = credit(GAEConfig(level=level, lam=0.1, length_adaptive=0.5))
     expected = credit(GAEConfig(level=level, lam=1 - 1 / (0.5 * length)))
     assert flat(adaptive.advantages) == pytest.approx(flat(expected.advantages))
+    assert adaptive.turn_advantages_T.tolist() == pytest.approx(expected.turn_advantages_T.tolist())
+
+
+@pytest.mark.parametrize("level", ["turn", "bilevel", "token"])
+def test_adaptive_traces_leave_the_critics_targets_at_lambda_1(level: CreditLevel) -> None:
+    # VAPO decouples the two: shorter traces for the policy must not teach the critic its own bootstraps.
+    adaptive = credit(GAEConfig(level=level, length_adaptive=0.5))
+    untraced = credit(GAEConfig(level=level, lam=1.0))
+    assert flat(adaptive.targets) == pytest.approx(flat(untraced.targets))
+    assert adaptive.action_targets_T.tolist() == pytest.approx(untraced.action_targets_T.tolist())
+    assert flat(adaptive.advantages) != pytest.approx(flat(untraced.advantages))
 
 
 def test_a_single_token_action_is_a_turn_and_a_token() -> None:
