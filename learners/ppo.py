@@ -4,6 +4,7 @@ Credit per turn (one advantage for all tokens of an action), per token, or bi-le
 each. Episodes that the collector cut short bootstrap from the value of their last context.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -196,42 +197,32 @@ class PPO(PolicyLearner):
     def _credit(self, scored: Scored) -> Credit:
         tokens = scored.tokens
         generated = tokens.masked(tokens.generated_N)
+        # 1. What the critic expects, and what each episode says to that.
         values_N = self._values(generated)
         episodes = self._episodes(scored.batch, scored.keep, generated)
-        advantages_N, targets_N = torch.zeros(len(values_N)), torch.zeros(len(values_N))
-        has_target_N = torch.zeros_like(tokens.mask_N)
-        action_targets: dict[int, dict[int, float]] = {}
         credits = [self._episode_credit(episode, values_N, scored.kl_N) for episode in episodes]
-        for episode, credit in zip(episodes, credits, strict=True):
-            action_targets[episode.number] = dict(
-                zip(episode.actions.turns, credit.action_targets_T.tolist(), strict=True)
-            )
-            for at, of_turn, towards in zip(episode.positions, credit.advantages, credit.targets, strict=True):
-                learned = at[:1] if self.credit.level == "turn" else at
-                advantages_N[at] = of_turn
-                targets_N[learned] = towards[: len(learned)]
-                has_target_N[learned] = True
-        targets = ValueTargets(targets_N, has_target_N, values_N)
         metrics = self._critic_metrics(episodes, credits, values_N)
+        # 2. The same along the tokens.
+        advantages_N, targets = self._along_tokens(episodes, credits, values_N)
         if self.critic.kind == "success":
-            is_outside_P = (targets_N < 0) | (targets_N > 1)
+            is_outside_N = (targets.targets_N < 0) | (targets.targets_N > 1)
             # Some come from traces that overshoot; many say that the returns are no success probabilities.
-            metrics["value_targets_clamped_fraction"] = float(is_outside_P.sum()) / max(int(has_target_N.sum()), 1)
+            metrics["value_targets_clamped_fraction"] = float(is_outside_N.sum()) / max(int(targets.mask_N.sum()), 1)
+        # 3. A critic of its own learns; a head on the trunk does so beside the policy.
         if self._critic is not None:
             metrics |= self._critic.learn(generated, targets)
             if self.critic.action_values:
-                metrics |= self._learn_actions(self._critic, generated, action_targets)
+                metrics |= self._learn_actions(self._critic, generated, episodes, credits)
         if self._replay is not None:
             metrics |= self._replay.learn(
                 self._loaded.model, self._for_replay(scored), policy_version=scored.batch.policy_version
             )
+        # 4. What the policy is told.
         if self.whiten:
             advantages_N = masked_whiten(advantages_N, tokens.mask_N)
         is_warming_up = self._loaded.updates < self.critic_updates
-        if is_warming_up:
-            advantages_N = torch.zeros_like(advantages_N)
         return Credit(
-            advantages_N,
+            torch.zeros_like(advantages_N) if is_warming_up else advantages_N,
             # Silent altogether: an entropy bonus or a KL term must not move the policy either.
             torch.full_like(tokens.mask_N, is_warming_up),
             metrics,
@@ -274,6 +265,20 @@ class PPO(PolicyLearner):
             else None,
         )
 
+    def _along_tokens(
+        self, episodes: Sequence[_Episode], credits: Sequence[EpisodeCredit], values_N: Tensor
+    ) -> tuple[Tensor, ValueTargets]:
+        """Return the advantages (N,), 0 where nothing was generated, and what the critic learns."""
+        advantages_N, targets_N = torch.zeros_like(values_N), torch.zeros_like(values_N)
+        has_target_N = torch.zeros_like(values_N, dtype=torch.bool)
+        for episode, credit in zip(episodes, credits, strict=True):
+            for at, of_turn, towards in zip(episode.positions, credit.advantages, credit.targets, strict=True):
+                learned = at[:1] if self.credit.level == "turn" else at
+                advantages_N[at] = of_turn
+                targets_N[learned] = towards[: len(learned)]
+                has_target_N[learned] = True
+        return advantages_N, ValueTargets(targets_N, has_target_N, values_N)
+
     def _value_loss(self, scores: Scores, values: ValueTargets, at_P: Tensor, mask_N: Tensor) -> Tensor:
         assert scores.values_M is not None  # the trunk has a head
         at_V = values.mask_N[at_P].nonzero().squeeze(-1)
@@ -282,9 +287,13 @@ class PPO(PolicyLearner):
         return self.critic.coef * loss / max(int((values.mask_N & mask_N).sum()), 1)
 
     def _learn_actions(
-        self, critic: Critic, tokens: TokenBatch, targets: dict[int, dict[int, float]]
+        self, critic: Critic, tokens: TokenBatch, episodes: Sequence[_Episode], credits: Sequence[EpisodeCredit]
     ) -> dict[str, float]:
         """Teach Q(h_t, a_t) at the end of every action; its target is the turn's, whatever the level of credit."""
+        targets = {
+            episode.number: dict(zip(episode.actions.turns, credit.action_targets_T.tolist(), strict=True))
+            for episode, credit in zip(episodes, credits, strict=True)
+        }
         ends = after_actions(tokens, max_length=critic.model.config.max_context)
         targets_N = spread_turns(ends, targets)
         old_N = critic.values(ends)
