@@ -11,7 +11,8 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from turngate.learners.advantages.group import GROUP_PRESETS, GroupScheme
-from turngate.learners.policy_learner import Credit, Keep, PolicyLearner, Scored
+from turngate.learners.credit import Credit, Keep, Scored
+from turngate.learners.policy_learner import PolicyLearner
 from turngate.learners.step_credit import AnchorKeys, StepGroups, observation_keys, step_group_credit, turn_index_credit
 from turngate.learners.voting import BatchAdvantages, assess
 from turngate.runtime.errors import ConfigError
@@ -47,6 +48,21 @@ class GRPO(PolicyLearner):
             raise ConfigError(f"credit must be trajectory, turn_index or StepGroups(...): got {self.credit!r}")
         if self.credit == "trajectory" and (why := self.rewards.trajectory_noop):
             raise ConfigError(f"rewards must matter to the credit: {why}")
+        if self.credit == "turn_index":
+            self._check_turn_index()
+
+    def _check_turn_index(self) -> None:
+        """Raise for choices that this credit would leave unread."""
+        if self.kl_coef and self.kl_in == "reward":
+            raise ConfigError(
+                "a KL penalty must be part of the loss with credit='turn_index', which compares what turns were paid: "
+                "got kl_in='reward'; use kl_in='loss_ratio_k3', or kl_coef=0"
+            )
+        if self.preset not in ("dr_grpo", "rloo"):
+            raise ConfigError(
+                "preset must be left alone with credit='turn_index', whose baseline is always the mean of the others: "
+                f"got {self.preset!r}; leave it out"
+            )
 
     @property
     def advantage_unit(self) -> Literal["turn", "trajectory"]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from turngate.learners.aggregation import AGGREGATIONS, Aggregation, token_weights
 from turngate.learners.batch import TokenBatch, lay_out, microbatches, minibatches
+from turngate.learners.credit import Credit, Keep, Scored
 from turngate.learners.critic import ValueTargets
 from turngate.learners.hacking import HackingConfig, HackingMonitor
 from turngate.learners.logprobs import check_temperature
@@ -46,38 +47,7 @@ __all__ = ["Credit", "Keep", "Parity", "PolicyLearner", "Scored"]
 Parity: TypeAlias = Literal["error", "report"]
 """What a difference between sampler and learner at lag 0 is on the first batches: an error, or only a metric."""
 
-Keep: TypeAlias = Sequence[Sequence[bool]]
-"""Per group of a batch and per member: whether its tokens belong in the loss."""
-
 _UNIT_SIZES = ("token", "turn", "trajectory")
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A batch as the policy sees it before the update; what credit is computed from."""
-
-    batch: Batch
-    keep: Keep
-    tokens: TokenBatch
-    """The tokens that train the policy."""
-    proximal_N: Tensor
-    """Log-probs under the weights at the start of the update."""
-    entropy_N: Tensor
-    kl_N: Tensor | None
-    """k1 of policy over reference per token, when there is a reference."""
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """How good each trained token was."""
-
-    advantages_N: Tensor
-    """float32 over the token batch; 0 where the mask is False."""
-    is_silent_N: Tensor
-    """bool; tokens of degenerate groups: no advantage, and so no other force either."""
-    metrics: dict[str, float]
-    values: ValueTargets | None = None
-    """What a value head on the policy's trunk learns beside the policy."""
 
 
 @dataclass(kw_only=True)

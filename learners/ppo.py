@@ -15,6 +15,7 @@ from torch import Tensor
 
 from turngate.learners.advantages import masked_whiten
 from turngate.learners.batch import TokenBatch
+from turngate.learners.credit import Credit, Keep, Scored
 from turngate.learners.critic import (
     Critic,
     CriticConfig,
@@ -27,7 +28,7 @@ from turngate.learners.critic import (
 from turngate.learners.critic_replay import CriticReplay
 from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit, observed_returns
 from turngate.learners.panels_credit import turn_gap_panel, valued_turns_panel
-from turngate.learners.policy_learner import Credit, Keep, PolicyLearner, Scored
+from turngate.learners.policy_learner import PolicyLearner
 from turngate.learners.replay import ReplayConfig
 from turngate.learners.turns import ActionTurns, action_turns, kept_trajectories, spread_turns, turn_tokens
 from turngate.learners.value_metrics import (

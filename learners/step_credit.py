@@ -9,7 +9,7 @@ from torch import Tensor
 from turngate.learners.advantages.group import GroupScheme
 from turngate.learners.advantages.steps import StepAdvantages, step_group_advantages
 from turngate.learners.advantages.turn_index import turn_index_advantages
-from turngate.learners.policy_learner import Scored
+from turngate.learners.credit import Scored
 from turngate.learners.turns import ActionTurns, RewardsOf, action_turns, spread_turns
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import Trajectory
