@@ -475,6 +475,8 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
         ({"sampling": Sampling(top_p=0.9)}, "whole vocabulary"),
         ({"sampling": Sampling(top_k=5)}, "whole vocabulary"),
         ({"sampling": Sampling(temperature=0.0)}, "temperature"),
+        ({"credit": "turn_index", "kl_coef": 0.1}, "a KL penalty must be part of the loss"),
+        ({"credit": "turn_index", "preset": "grpo"}, "preset must be left alone"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], message: str) -> None:
