@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turngate.envs.base import Task
 from turngate.learners.batch import TokenBatch, lay_out
 from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.critic import Critic, ValueTargets, after_actions, last_values, read_values
@@ -89,7 +90,7 @@ class CriticReplay:
 
         Args: policy: the policy whose values are wanted, as it is now; it is only read.
         """
-        self.store.put(new, policy_version)
+        self.store.put([_lean(trajectory) for trajectory in new], policy_version)
         self.store.evict(policy_version)
         metrics = {f"replay_{name}": float(n) for name, n in msgspec.structs.asdict(self.store.statistics()).items()}
         if self.store.is_ready:
@@ -212,6 +213,16 @@ class CriticReplay:
         values = last_values(self.target.module, contexts, config, microbatch_tokens=limit).tolist()
         found = dict(zip(cut, values, strict=True))
         return [found.get(i) for i in range(len(drawn))]
+
+
+def _lean(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory without what no target is made of: it may be large, and not even plain data.
+
+    A learner in a process of its own is sent no more than this; one in a thread is.
+    """
+    turns = tuple(msgspec.structs.replace(turn, state=None, snapshot=None) for turn in trajectory.turns)
+    task = Task(trajectory.task.id, trajectory.task.prompt)
+    return msgspec.structs.replace(trajectory, task=task, turns=turns, messages=())
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

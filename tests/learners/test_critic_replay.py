@@ -23,7 +23,7 @@ from turngate.learners.turns import recorded_rewards
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.types import Batch, Trajectory
+from turngate.runtime.types import Batch, Message, Trajectory
 
 GAMMA, LAM = 0.9, 0.8
 EVERYTHING = ReplayConfig(start_after=1, batch_trajectories=64, lam=LAM, rho_bar=1.5, c_bar=1.0, max_lag=50)
@@ -376,6 +376,23 @@ def test_save_restore_learn_equals_learn_bit_for_bit(
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
     assert critic.taught() == other.taught()
     assert straight.target.version == again.target.version
+
+
+def test_what_no_target_is_made_of_is_not_kept_and_need_not_be_plain_data(
+    lab: Any, model: PolicyModel, policy: PolicyModel, tmp_path: Path
+) -> None:
+    replay, _ = replaying(model, config=ReplayConfig(start_after=1, batch_trajectories=2))
+
+    def with_objects(trajectory: Trajectory) -> Trajectory:
+        turns = tuple(msgspec.structs.replace(turn, state={"at": object()}) for turn in trajectory.turns)
+        task = msgspec.structs.replace(trajectory.task, data={"huge": 2**80})
+        return msgspec.structs.replace(trajectory, task=task, turns=turns, messages=(Message("user", "hello"),))
+
+    replay.learn(policy, [with_objects(t) for t in sampled(lab, model)], policy_version=2)
+    replay.save(tmp_path)
+    kept = replay.store.sample(99, torch.Generator(), policy_version=2)
+    assert kept
+    assert all(not t.messages and not t.task.data and all(u.state is None for u in t.turns) for t in kept)
 
 
 def test_retrace_without_action_values_is_refused(model: PolicyModel) -> None:
