@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 
-from turngate.envs.base import End, Observation, Snapshot, Step, ToolCall, ToolResult, ToolSpec
+from turngate.envs.base import Action, End, Observation, Snapshot, Step, ToolCall, ToolResult, ToolSpec
 from turngate.runtime.errors import EnvError, ToolError
 from turngate.runtime.types import Message
 
 __all__ = [
     "answer_messages",
     "answer_text",
+    "check_action",
     "check_messages",
     "check_snapshot",
     "check_start",
@@ -83,6 +84,14 @@ def check_snapshot(snapshot: Snapshot) -> None:
     _require(snapshot.data, bytes, "snapshot().data")
 
 
+def check_action(action: Action, actor: str) -> None:
+    """Require of an action that something other than the model chose that it can be shown. Raises ToolError."""
+    if problem := _text_problem(action.text):
+        raise ToolError(f"injected action must have a text that can be sent: it {problem} ({actor})")
+    if problem := _calls_problem(action.tool_calls):
+        raise ToolError(f"injected action must have tool calls that can be sent: {problem} ({actor})")
+
+
 def check_messages(shown: Sequence[Message], context: str) -> None:
     """Require of what a context function returned that it can be sent. Raises ToolError naming the function."""
     if not isinstance(shown, (list, tuple)) or not shown:
@@ -96,7 +105,9 @@ def check_messages(shown: Sequence[Message], context: str) -> None:
             problem = f"must have a role of {', '.join(sorted(_ROLES))}: got {_show(message.role)}"
         elif bad := _text_problem(message.content):
             problem = f"must have a content that can be sent: it {bad}"
-        elif bad := _calls_problem(message):
+        elif message.tool_call_id and (bad := _text_problem(message.tool_call_id)):
+            problem = f"must have a tool_call_id that can be sent: it {bad}"
+        elif bad := _calls_problem(message.tool_calls):
             problem = f"must have tool calls that can be sent: {bad}"
         else:
             continue
@@ -171,10 +182,7 @@ def _text_problem(text: object) -> str:
     return ""
 
 
-def _calls_problem(message: Message) -> str:
-    if message.tool_call_id and (bad := _text_problem(message.tool_call_id)):
-        return f"tool_call_id {bad}"
-    calls: Any = message.tool_calls
+def _calls_problem(calls: Any) -> str:
     if calls == ():
         return ""
     if not isinstance(calls, (list, tuple)):

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from turngate.envs.base import Action
-from turngate.runtime.answers import writable
+from turngate.runtime.answers import check_action, writable
 from turngate.runtime.errors import ConfigError, ToolError
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Message
@@ -45,4 +45,5 @@ class Injection(msgspec.Struct, frozen=True):
         action = Action(writable(said)) if isinstance(said, str) else said
         if type(action) is not Action or type(action.text) is not str:
             raise ToolError(f"injected action must be a str or an Action: got {type(said).__name__} ({self.actor!r})")
+        check_action(action, f"{self.actor!r}")
         return action

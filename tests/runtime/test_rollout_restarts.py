@@ -221,6 +221,25 @@ def test_an_actor_that_fails_fails_the_rollout_alone() -> None:
     assert "injected action must be a str or an Action: got NoneType" in trajectory.error
 
 
+@pytest.mark.parametrize(
+    ("action", "why"),
+    [
+        (Action("\ud800"), "text that can be sent"),
+        (Action("go", (ToolCall("1", "buy", "\ud800"),)), "tool calls that can be sent"),
+        (Action("go", (ToolCall("1", "buy", 3),)), "tool calls that can be sent"),  # type: ignore[arg-type]
+        (Action("go", (3,)), "tool calls that can be sent"),  # type: ignore[arg-type]
+        (Action("go", None), "tool calls that can be sent"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_injected_action_that_cannot_be_shown_fails_the_rollout_alone(action: Action, why: str) -> None:
+    async def act(messages: Sequence[Message], seed: int) -> Action:
+        return action
+
+    trajectory = play(EchoEnv, ["own"], injection=Injection(1.0, act))
+    assert (trajectory.end, trajectory.turns) == (End.tool_error, ())
+    assert why in trajectory.error
+
+
 def test_an_actor_that_hangs_ends_at_the_turn_deadline() -> None:
     async def hang(messages: Sequence[Message], seed: int) -> str:
         await asyncio.Event().wait()
