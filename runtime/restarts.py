@@ -211,8 +211,17 @@ class RestartStore:
         return msgspec.msgpack.encode(_Saved(entries, self.harvested, self.drawn, self.aged_out, self.evicted))
 
     def load_bytes(self, data: bytes, tasks: Iterable[Task]) -> None:
-        """Go on from what `to_bytes` returned; states of tasks that are not among `tasks` any more are left out."""
-        saved = msgspec.msgpack.decode(data, type=_Saved)
+        """Go on from what `to_bytes` returned; states of tasks that are not among `tasks` any more are left out.
+
+        Raises: ConfigError: it is something else; the store is as it was.
+        """
+        try:
+            saved = msgspec.msgpack.decode(data, type=_Saved)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"saved restart states must be readable: {error}; resume from an older checkpoint, or delete the file "
+                "of this one to start without any"
+            ) from error
         by_id = {task.id: task for task in tasks}
         entries = [
             _Entry(RestartPoint(by_id[e.task_id], e.snapshot, e.messages, e.restarted_from), e.tries, e.successes)

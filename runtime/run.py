@@ -17,6 +17,7 @@ from turngate.envs.base import EnvFactory, Task
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.events import UpdateFinished, WeightsPublished
+from turngate.runtime.files import write_atomically
 from turngate.runtime.gauges import RunGauges
 from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner
@@ -277,7 +278,7 @@ class Run:
         partial = self.folder.begin_checkpoint()
         await self.worker.save(partial)
         if self.restarts is not None:
-            (partial / _RESTARTS).write_bytes(self.restarts.to_bytes())
+            write_atomically(partial / _RESTARTS, self.restarts.to_bytes())
         update = self._update_base + self.worker.updates
         if self._batch is not None and update > self.update:
             self._unrecorded = self._batch, self.worker.report or UpdateReport({})

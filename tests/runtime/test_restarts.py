@@ -195,6 +195,16 @@ def test_a_store_goes_on_from_its_bytes() -> None:
     assert len(elsewhere) == 0
 
 
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-3], lambda data: b"\x80" + data])
+def test_bytes_of_something_else_are_refused_and_change_nothing(damage: Any) -> None:
+    store = RestartStore(Restarts())
+    fill(store, "a")
+    data, before = store.to_bytes(), store.statistics()
+    with pytest.raises(ConfigError, match="saved restart states must be readable"):
+        store.load_bytes(damage(data), [TASK])
+    assert store.statistics() == before
+
+
 def test_state_can_be_read() -> None:
     store = RestartStore(Restarts(capacity=9))
     fill(store, "a")
