@@ -134,6 +134,8 @@ class ScorerSet:
         if not self._scorers or not trajectory.turns:
             return trajectory
         key = self._key_of(trajectory)
+        # Taken now: scorers are handed the record itself, and what they do to its dicts is no reward.
+        before = [(dict(turn.rewards), dict(turn.scores)) for turn in trajectory.turns]
         found: dict[str, tuple[float, ...]] = {}
 
         async def score_one(name: str, scorer: ScoreTurns) -> None:
@@ -148,10 +150,10 @@ class ScorerSet:
                 for name, scorer in self._scorers:
                     tg.start_soon(score_one, name, scorer)
         turns: list[Turn] = []
-        for t, turn in enumerate(trajectory.turns):
+        for t, (turn, (rewards, scores)) in enumerate(zip(trajectory.turns, before, strict=True)):
             said = {name: found[name][t] for name in self.names if t < len(found[name])}
-            scores = turn.scores | {name: score for name, score in said.items() if math.isfinite(score)}
-            turns.append(msgspec.structs.replace(turn, scores=scores))
+            scores |= {name: score for name, score in said.items() if math.isfinite(score)}
+            turns.append(msgspec.structs.replace(turn, rewards=rewards, scores=scores))
         return msgspec.structs.replace(trajectory, turns=tuple(turns))
 
     def _key_of(self, trajectory: Trajectory) -> Hashable:

@@ -61,6 +61,19 @@ async def score(scorers: object, trajectory: Trajectory, **options: object) -> t
 # --- what comes of it
 
 
+async def test_a_scorer_that_writes_into_the_record_changes_neither_rewards_nor_the_scores_of_others() -> None:
+    async def meddle(trajectory: Trajectory) -> Sequence[float]:
+        for turn in trajectory.turns:
+            turn.rewards["outcome"] = 99.0
+            turn.scores["other"] = math.inf
+        return [0.25]
+
+    first = Turn(index=0, segment=0, start=0, length=1, text="a", rewards={"outcome": 1.0}, scores={"old": 0.5})
+    scored, _ = await score({"x": meddle, "y": saying([0.75])}, msgspec.structs.replace(episode("a"), turns=(first,)))
+    assert scored.turns[0].rewards == {"outcome": 1.0}
+    assert scores_of(scored) == [{"old": 0.5, "x": 0.25, "y": 0.75}]
+
+
 async def test_every_turn_gets_every_scorers_word_beside_what_it_had() -> None:
     trajectory = episode("a", "b")
     first = msgspec.structs.replace(trajectory.turns[0], scores={"old": 0.5})
