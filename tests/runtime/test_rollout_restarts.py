@@ -226,9 +226,9 @@ def test_an_actor_that_fails_fails_the_rollout_alone() -> None:
     [
         (Action("\ud800"), "text that can be sent"),
         (Action("go", (ToolCall("1", "buy", "\ud800"),)), "tool calls that can be sent"),
-        (Action("go", (ToolCall("1", "buy", 3),)), "tool calls that can be sent"),  # type: ignore[arg-type]
-        (Action("go", (3,)), "tool calls that can be sent"),  # type: ignore[arg-type]
-        (Action("go", None), "tool calls that can be sent"),  # type: ignore[arg-type]
+        (Action("go", (ToolCall("1", "buy", 3),)), "tool calls that can be sent"),
+        (Action("go", (3,)), "tool calls that can be sent"),
+        (Action("go", None), "tool calls that can be sent"),
     ],
 )
 def test_an_injected_action_that_cannot_be_shown_fails_the_rollout_alone(action: Action, why: str) -> None:
