@@ -138,9 +138,9 @@ class PolicyLearner(ABC):
     # --- what a learner decides
 
     @property
-    @abstractmethod
     def advantage_unit(self) -> Literal["token", "turn", "trajectory"]:
-        """The largest unit within which all tokens have the same advantage."""
+        """The largest unit within which all tokens have the same advantage; ratios per unit need at least theirs."""
+        return "token"
 
     @abstractmethod
     def _select(self, batch: Batch) -> tuple[Keep, dict[str, float]]:
