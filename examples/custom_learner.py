@@ -121,11 +121,15 @@ async def improve(args: argparse.Namespace, run_dir: Path) -> dict[str, object]:
 def main(args: argparse.Namespace) -> None:
     """Improve, and print the figures."""
     run_dir = Path(args.run_dir or f"runs/custom-{time.strftime('%Y%m%d-%H%M%S')}")
-    print(json.dumps(asyncio.run(improve(args, run_dir))))
+    line = json.dumps(asyncio.run(improve(args, run_dir)))
+    if args.json:
+        Path(args.json).write_text(line + "\n")
+    print(line)
 
 
 if __name__ == "__main__":  # the learner's process imports this file
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--run-dir", help="where everything is written; default: runs/custom-<time>")
+    parser.add_argument("--json", help="also write the figures to this file")
     main(parser.parse_args())

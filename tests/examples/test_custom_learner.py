@@ -112,8 +112,9 @@ def test_save_load_update_equals_update_bit_for_bit(example: ModuleType, folder:
 def test_the_agent_learns_which_digit_opens_which_lock(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example.main(argparse.Namespace(updates=40, run_dir=str(tmp_path / "run")))
+    example.main(argparse.Namespace(updates=40, run_dir=str(tmp_path / "run"), json=str(tmp_path / "figures.json")))
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
     assert list(figures) == ["success_before", "success_after", "updates", "run_dir"]
     for name in figures:
         assert name in str(example.__doc__)
