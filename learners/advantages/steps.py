@@ -25,6 +25,9 @@ __all__ = [
     "step_returns",
 ]
 
+_LARGE = 8
+"""Steps per bucket from which on one bin of the histogram holds all: the usual size of a group."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepAdvantages:
@@ -36,10 +39,14 @@ class StepAdvantages:
     """How many buckets hold how many steps: size -> count, smallest first."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of buckets, steps per bucket, and the fraction of all steps that are alone in theirs."""
+        """Return how many buckets there are, in all and by size, steps per bucket, and the fraction of steps alone."""
         buckets = sum(self.bucket_sizes.values())
         steps = sum(size * count for size, count in self.bucket_sizes.items())
-        return {
+        binned: Counter[int] = Counter()
+        for size, count in self.bucket_sizes.items():
+            binned[min(size, _LARGE)] += count
+        names = {size: f"step_buckets_of_{size}" + "_plus" * (size == _LARGE) for size in range(1, _LARGE + 1)}
+        return {name: float(binned[size]) for size, name in names.items()} | {
             "step_buckets": float(buckets),
             "step_bucket_size_mean": steps / buckets if buckets else 0.0,
             "step_singleton_fraction": self.bucket_sizes.get(1, 0) / steps if steps else 0.0,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from turngate.learners.advantages import masked_whiten, reward_to_go
 from turngate.learners.advantages.group import GROUP_PRESETS, GroupScheme, group_advantages
 from turngate.learners.advantages.steps import (
+    StepAdvantages,
     add_step_advantages,
     edge_advantages,
     edge_keys,
@@ -48,7 +49,15 @@ def test_steps_from_one_state_are_compared_across_trajectories_and_visits() -> N
 def test_bucket_sizes_show_how_much_there_was_to_compare() -> None:
     out = step_group_advantages([real(0.0, 1.0), real(0.0, 0.0)], [["a", "b"], ["a", "a"]])
     assert out.bucket_sizes == {1: 1, 3: 1}
-    assert out.metrics() == {"step_buckets": 2, "step_bucket_size_mean": 2, "step_singleton_fraction": 0.25}
+    shown = {"step_buckets": 2, "step_bucket_size_mean": 2, "step_singleton_fraction": 0.25}
+    histogram = {"1": 1, "2": 0, "3": 1, "4": 0, "5": 0, "6": 0, "7": 0, "8_plus": 0}
+    assert out.metrics() == shown | {f"step_buckets_of_{size}": count for size, count in histogram.items()}
+
+
+def test_one_bin_of_the_histogram_holds_all_large_buckets() -> None:
+    metrics = StepAdvantages([], {7: 2, 8: 3, 100: 4}).metrics()
+    assert metrics["step_buckets_of_7"] == 2
+    assert metrics["step_buckets_of_8_plus"] == 7
 
 
 def test_keys_with_a_clock_leave_nothing_to_compare_and_the_metrics_say_so() -> None:
