@@ -48,6 +48,12 @@ class GRPO(PolicyLearner):
             raise ConfigError(f"credit must be trajectory, turn_index or StepGroups(...): got {self.credit!r}")
         if self.credit == "trajectory" and (why := self.rewards.trajectory_noop):
             raise ConfigError(f"rewards must matter to the credit: {why}")
+        if isinstance(self.credit, StepGroups) and self.credit.gamma < 1 and self.rewards.shaped_by:
+            # The episode's own return has no discount: only at 1 is there one that shaping can share with both.
+            raise ConfigError(
+                f"{' and '.join(self.rewards.shaped_by)} must share one discount per turn with all credit: got "
+                f"gamma={self.credit.gamma} for steps and none for episodes; use StepGroups(gamma=1)"
+            )
         if self.credit == "turn_index":
             self._check_turn_index()
 

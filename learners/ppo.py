@@ -96,7 +96,7 @@ class PPO(PolicyLearner):
             raise ConfigError(f"{what} must have a critic of its own: got place='trunk'; use place='separate'")
         if self.replay is not None:
             self._check_replay()
-        if self.credit.level == "token" and self.credit.gamma < 1 and self.rewards.potential is not None:
+        if self.credit.level == "token" and self.credit.gamma < 1 and self.rewards.shaped_by:
             raise ConfigError(
                 f"potentials must share a discount per turn: got gamma={self.credit.gamma} per token; use gamma=1, or "
                 "level='turn'"

@@ -36,29 +36,39 @@ which pays for more turns."""
 PROCESS_FORMS: tuple[ProcessForm, ...] = ("min", "progress", "sum")
 
 
-def potential_shaping(potentials_T: Tensor, *, gamma: float, terminated: bool, start: float = 0.0) -> Tensor:
+def potential_shaping(
+    potentials_T: Tensor, *, gamma: float, terminated: bool, start: float = 0.0, is_own_T: Tensor | None = None
+) -> Tensor:
     """Return gamma * Phi(h_{t+1}) - Phi(h_t) for each turn, shape (T,): it changes no ranking of policies.
 
     The discounted sum is gamma^T * Phi_T - Phi_0. The potential after a terminal turn counts as 0, whatever was given:
     otherwise it is a bonus for how the episode ended. Truncated episodes keep theirs, like a bootstrap value.
     Source: Ng et al. 1999; Grzes 2017 for episodic tasks.
     Args: potentials_T: Phi of the history after each turn; NaN where unknown. start: Phi before the first turn.
+    is_own_T: False for turns that the policy did not take. They are part of the transition before them, without a
+    discount of their own, and get gamma * (Phi_after - Phi_before): the two add up to the whole transition's shaping.
     """
     _check_gamma(gamma)
     after_T = _turn_values(potentials_T, "potentials")
     before_T = torch.cat([torch.tensor([start], dtype=torch.float64, device=after_T.device), after_T])[:-1]
     if terminated and len(after_T):
         after_T = torch.cat([after_T[:-1], torch.zeros_like(after_T[-1:])])
-    return (gamma * after_T - before_T).to(potentials_T.dtype)
+    shaping_T = gamma * after_T - before_T
+    if is_own_T is not None:
+        check_shapes(potentials=potentials_T, is_own=is_own_T)
+        shaping_T = torch.where(is_own_T, shaping_T, gamma * (after_T - before_T))
+    return shaping_T.to(potentials_T.dtype)
 
 
-def progress_form(scores_T: Tensor, *, gamma: float = 1.0, terminated: bool, start: float = 0.0) -> Tensor:
+def progress_form(
+    scores_T: Tensor, *, gamma: float = 1.0, terminated: bool, start: float = 0.0, is_own_T: Tensor | None = None
+) -> Tensor:
     """Return by how much each turn moved a score of the history, shape (T,): potential-based shaping by that score.
 
     With the value of a prover policy as the score these are process advantages.
     Source: Setlur et al. 2024, PAV (2410.08146).
     """
-    return potential_shaping(scores_T, gamma=gamma, terminated=terminated, start=start)
+    return potential_shaping(scores_T, gamma=gamma, terminated=terminated, start=start, is_own_T=is_own_T)
 
 
 def min_form(scores_T: Tensor, *, temperature: float = 0.1) -> Tensor:
@@ -277,19 +287,23 @@ class RewardScheme:
         return tuple(sorted((components - paid) | (set(self.scores) - scored)))
 
     @property
+    def shaped_by(self) -> tuple[str, ...]:
+        """The settings in use that pay differences of a score, and so need one discount per turn."""
+        by_potential = (f"potential={self.potential!r}",) if self.potential and self.potential_coef else ()
+        is_progress = self.process and self.process_form == "progress" and self.process_coef
+        return by_potential + ((f"process={self.process!r} as progress",) if is_progress else ())
+
+    @property
     def trajectory_noop(self) -> str:
         """Why credit per trajectory cannot use this scheme's shaping; empty when there is nothing to say.
 
         Shaping telescopes: at gamma 1 it adds the same -Phi(h_0) to every sibling's return, and a group baseline takes
         it out again.
         """
-        shaped = [f"potential={self.potential!r}"] if self.potential and self.potential_coef else []
-        if self.process and self.process_form == "progress" and self.process_coef:
-            shaped.append(f"process={self.process!r} as progress")
-        if not shaped:
+        if not self.shaped_by:
             return ""
         return (
-            f"{' and '.join(shaped)} adds up to the same number in every sibling's return, so advantages per "
+            f"{' and '.join(self.shaped_by)} adds up to the same number in every sibling's return, so advantages per "
             "trajectory do not change; use credit per turn (PPO, step groups), or process_form='min'"
         )
 
@@ -335,16 +349,23 @@ class RewardScheme:
     def _scored(self, trajectory: Trajectory, gamma: float) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
         terminated = trajectory.end.is_terminal
+        own_T = torch.tensor([turn.length > 0 for turn in trajectory.turns], dtype=torch.bool)
         if self.potential is not None:
             made[f"shaping_{self.potential}"] = self.potential_coef * potential_shaping(
-                _scores(trajectory, self.potential), gamma=gamma, terminated=terminated, start=self.potential_start
+                _scores(trajectory, self.potential),
+                gamma=gamma,
+                terminated=terminated,
+                start=self.potential_start,
+                is_own_T=own_T,
             )
         if self.process is not None:
             scores_T = _scores(trajectory, self.process)
             if self.process_form == "min":
                 scores_T = min_form(scores_T, temperature=self.min_temperature)
             elif self.process_form == "progress":
-                scores_T = progress_form(scores_T, gamma=gamma, terminated=terminated, start=self.process_start)
+                scores_T = progress_form(
+                    scores_T, gamma=gamma, terminated=terminated, start=self.process_start, is_own_T=own_T
+                )
             made[f"process_{self.process}"] = self.process_coef * scores_T
         return made
 

@@ -16,6 +16,8 @@ from turngate.learners.advantages.group import GroupScheme
 from turngate.learners.grpo import GRPO
 from turngate.learners.objective import OffPolicy
 from turngate.learners.offpolicy import Correction
+from turngate.learners.shaping import RewardScheme
+from turngate.learners.step_credit import StepGroups
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
@@ -475,6 +477,7 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
         ({"sampling": Sampling(top_p=0.9)}, "whole vocabulary"),
         ({"sampling": Sampling(top_k=5)}, "whole vocabulary"),
         ({"sampling": Sampling(temperature=0.0)}, "temperature"),
+        ({"credit": StepGroups(gamma=0.9), "rewards": RewardScheme(potential="p")}, "share one discount per turn"),
         ({"credit": "turn_index", "kl_coef": 0.1}, "a KL penalty must be part of the loss"),
         ({"credit": "turn_index", "preset": "grpo"}, "preset must be left alone"),
     ],

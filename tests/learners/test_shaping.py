@@ -4,6 +4,7 @@ import math
 import pickle
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -73,6 +74,15 @@ def test_shaping_is_the_discounted_difference_of_potentials() -> None:
     assert shaping.tolist() == [0.0, -0.125]
 
 
+def test_a_scheme_knows_which_turns_the_policy_took() -> None:
+    trajectory = episode([{}, {}, {}], [{"p": 0.5}, {"p": 0.25}, {"p": 0.75}], end=End.turn_limit)
+    turns = tuple(msgspec.structs.replace(t, length=int(t.index != 1)) for t in trajectory.turns)
+    trajectory = msgspec.structs.replace(trajectory, turns=turns)
+    for scheme in (RewardScheme(potential="p"), RewardScheme(process="p", process_form="progress")):
+        # 0.5 * 0.5 - 0, then 0.5 * (0.25 - 0.5), then 0.5 * 0.75 - 0.25
+        assert learned(scheme, trajectory, gamma=0.5).total_T.tolist() == [0.25, -0.125, 0.125]
+
+
 def test_b7_1_the_potential_of_a_terminal_state_is_zero_whatever_was_given() -> None:
     """HumanCompatibleAI/imitation#323, rlevo#646: a terminal potential is a bonus for the way the episode ended."""
     given_, unknown = f64(0.5, 0.9), f64(0.5, math.nan)
@@ -90,6 +100,24 @@ def test_shaping_telescopes_to_the_potentials_at_both_ends(
     total = sum(gamma**t * float(f) for t, f in enumerate(shaping))
     last = 0.0 if terminated else potentials[-1]
     assert total == pytest.approx(gamma ** len(potentials) * last - start, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(-2, 2), st.booleans()), min_size=1, max_size=7), gammas, st.booleans())
+def test_turns_that_the_policy_did_not_take_cost_no_discount(
+    turns: list[tuple[float, bool]], gamma: float, terminated: bool
+) -> None:
+    """An injected turn is part of the transition before it, for which credit has one step, hence one discount."""
+    own = [True, *(is_own for _, is_own in turns[1:])]
+    potentials = [potential for potential, _ in turns]
+    shaping = potential_shaping(
+        f64(*potentials), gamma=gamma, terminated=terminated, start=0.5, is_own_T=torch.tensor(own)
+    )
+    step, total = -1, 0.0
+    for f, is_own in zip(shaping.tolist(), own, strict=True):
+        step += is_own
+        total += gamma**step * f
+    last = 0.0 if terminated else potentials[-1]
+    assert total == pytest.approx(gamma ** sum(own) * last - 0.5, abs=1e-9)
 
 
 def test_b7_2_staying_where_the_potential_is_high_pays_nothing() -> None:
