@@ -7,7 +7,7 @@ state and form a group of their own; what led to the state is context to them, n
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from random import Random
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -19,7 +19,15 @@ from turngate.runtime.recovery import beta_learnability, mixed_with_uniform
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Group, Message, RestartedFrom, Trajectory, Turn
 
-__all__ = ["RestartPoint", "RestartReason", "RestartStatistics", "RestartStore", "Restarts", "find_restart_points"]
+__all__ = [
+    "RestartPoint",
+    "RestartReason",
+    "RestartStatistics",
+    "RestartStore",
+    "Restarts",
+    "check_restarts",
+    "find_restart_points",
+]
 
 RestartReason: TypeAlias = Literal["invalid", "mistake", "injected", "value_drop", "failed_suffix"]
 """What the turn before the state was: invalid by the environment's word, a mistake by `Restarts.is_mistake`, injected,
@@ -37,8 +45,10 @@ class Restarts(msgspec.Struct, frozen=True, kw_only=True):
     """Which states are kept; the first that applies names the state."""
     is_mistake: Callable[[Turn], bool] | None = None
     """Whether a turn was a mistake, for reason `mistake` and for the recovery metrics; reads `Turn.state`, say."""
+    value_score: str | None = None
+    """Name of the score that says what the history after a turn is worth, for reason `value_drop`; scorers give it."""
     value_drop: float = 0.2
-    """Fall of `Turn.value` from one turn to the next that counts as a mistake, where values are known."""
+    """Fall of that score from one turn to the next that counts as a mistake."""
     max_age: int = 8
     """Policy versions after which a state is forgotten: younger policies may not come there any more."""
     capacity: int = 256
@@ -58,6 +68,15 @@ class Restarts(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"max_age must be 0 or more and capacity 1 or more: got {self.max_age}, {self.capacity} (Restarts)"
             )
+
+
+def check_restarts(restarts: Restarts | None, scorers: Collection[str]) -> None:
+    """Require that a scorer gives the values that restarts look at. Raises: ConfigError: none does."""
+    if restarts is not None and restarts.value_score is not None and restarts.value_score not in scorers:
+        raise ConfigError(
+            f"the runtime must have a scorer for value_score: expected {restarts.value_score}, got "
+            f"{', '.join(scorers) or 'none'}; pass Runtime(scorers=...) or correct the name (Restarts)"
+        )
 
 
 class RestartPoint(msgspec.Struct, frozen=True):
@@ -255,38 +274,43 @@ def find_restart_points(trajectory: Trajectory, config: Restarts) -> list[Restar
     points: list[RestartPoint] = []
     starts = [i for i, message in enumerate(trajectory.messages) if message.role == "assistant"]
     oldest: int | None = None
-    for before, turn, start in zip(trajectory.turns, trajectory.turns[1:], starts[1:], strict=False):
+    turns = trajectory.turns
+    for earlier, before, turn, start in zip((None, *turns), turns, turns[1:], starts[1:], strict=False):
         oldest = before.version_sent if oldest is None else min(oldest, before.version_sent)
-        reason = _reason(trajectory, before, turn, config)
+        reason = _reason(_Taken(trajectory, earlier, before, config))
         if reason is not None and turn.snapshot is not None:
             origin = RestartedFrom(trajectory.id, turn.index, oldest, reason)
             points.append(RestartPoint(trajectory.task, turn.snapshot, trajectory.messages[:start], origin))
     return points
 
 
-class _Pair(NamedTuple):
+class _Taken(NamedTuple):
+    """A turn that led to a state, and the turn before it."""
+
     trajectory: Trajectory
-    before: Turn
-    after: Turn
+    earlier: Turn | None
+    turn: Turn
     config: Restarts
 
 
-def _reason(trajectory: Trajectory, before: Turn, after: Turn, config: Restarts) -> RestartReason | None:
-    pair = _Pair(trajectory, before, after, config)
-    return next((reason for reason in config.reasons if _APPLIES[reason](pair)), None)
+def _reason(taken: _Taken) -> RestartReason | None:
+    return next((reason for reason in taken.config.reasons if _APPLIES[reason](taken)), None)
 
 
-def _has_value_drop(pair: _Pair) -> bool:
-    v_t, v_tp1 = pair.before.value, pair.after.value
-    return v_t is not None and v_tp1 is not None and v_tp1 - v_t <= -pair.config.value_drop
+def _has_value_drop(taken: _Taken) -> bool:
+    name = taken.config.value_score
+    if name is None or taken.earlier is None:
+        return False
+    v_t, v_tp1 = taken.earlier.scores.get(name), taken.turn.scores.get(name)
+    return v_t is not None and v_tp1 is not None and v_tp1 - v_t <= -taken.config.value_drop
 
 
-_APPLIES: dict[RestartReason, Callable[[_Pair], bool]] = {
-    "invalid": lambda pair: not pair.before.valid,
-    "mistake": lambda pair: pair.config.is_mistake is not None and bool(pair.config.is_mistake(pair.before)),
-    "injected": lambda pair: pair.before.injected,
+_APPLIES: dict[RestartReason, Callable[[_Taken], bool]] = {
+    "invalid": lambda taken: not taken.turn.valid,
+    "mistake": lambda taken: taken.config.is_mistake is not None and bool(taken.config.is_mistake(taken.turn)),
+    "injected": lambda taken: taken.turn.injected,
     "value_drop": _has_value_drop,
-    "failed_suffix": lambda pair: pair.trajectory.end in (End.failure, End.budget),
+    "failed_suffix": lambda taken: taken.trajectory.end in (End.failure, End.budget),
 }
 
 

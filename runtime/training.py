@@ -9,7 +9,7 @@ from turngate.envs.base import EnvFactory, Task
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner, check_learner
-from turngate.runtime.restarts import Restarts
+from turngate.runtime.restarts import Restarts, check_restarts
 from turngate.runtime.run import Run, TrainConfig, TrainReport, open_run
 from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
@@ -63,6 +63,7 @@ async def train(
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
     check_learner(learner, runtime.sampling, max_staleness, runtime.scorers.names)
+    check_restarts(restarts, runtime.scorers.names)
     config = TrainConfig(
         updates=updates,
         groups_per_batch=groups_per_batch,

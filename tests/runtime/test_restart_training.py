@@ -174,3 +174,10 @@ async def test_an_environment_without_snapshots_is_refused(tmp_path: Path) -> No
             runtime, EchoEnv, TASKS, learner=CountingLearner(), updates=1, run_dir=tmp_path, worker="thread",
             restarts=Restarts(),
         )  # fmt: skip
+
+
+async def test_values_without_a_scorer_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    learner = Looking()
+    with pytest.raises(ConfigError, match="must have a scorer for value_score: expected progress, got none"):
+        await train_shopper(shopping_runtime(), learner, tmp_path, restarts=Restarts(value_score="progress"))
+    assert learner.batches == []

@@ -9,7 +9,7 @@ import pytest
 
 from turngate.envs.base import End, Snapshot, Task
 from turngate.runtime.errors import ConfigError
-from turngate.runtime.restarts import RestartPoint, Restarts, RestartStore, find_restart_points
+from turngate.runtime.restarts import RestartPoint, Restarts, RestartStore, check_restarts, find_restart_points
 from turngate.runtime.types import Group, Message, RestartedFrom, Trajectory, Turn
 
 TASK = Task("t", "Find it.", {"color": "red"})
@@ -46,9 +46,9 @@ def test_a_state_follows_the_mistake_and_holds_the_history_until_then() -> None:
 
 
 def test_every_kind_of_mistake_is_found_and_named() -> None:
-    turns = (turn(0, valid=False), turn(1, injected=True), turn(2, state={"violates": 1}), turn(3, value=0.9),
-             turn(4, value=0.5), turn(5))  # fmt: skip
-    config: dict[str, Any] = {"is_mistake": lambda t: bool(t.state), "value_drop": 0.4}
+    turns = (turn(0, valid=False), turn(1, injected=True), turn(2, state={"violates": 1}, scores={"v": 0.9}),
+             turn(3, scores={"v": 0.5}), turn(4), turn(5))  # fmt: skip
+    config: dict[str, Any] = {"is_mistake": lambda t: bool(t.state), "value_score": "v", "value_drop": 0.4}
     assert turns_found(episode(*turns), **config) == [
         (1, "invalid"),
         (2, "injected"),
@@ -60,6 +60,22 @@ def test_every_kind_of_mistake_is_found_and_named() -> None:
     ]
     assert turns_found(episode(*turns), reasons=("failed_suffix",)) == []
     assert turns_found(episode(*turns, end=End.turn_limit), reasons=("failed_suffix",)) == []
+
+
+def test_a_fall_in_value_is_seen_where_both_values_are_known_and_it_is_deep_enough() -> None:
+    scores: list[dict[str, float]] = [{"v": 0.8}, {"v": 0.5}, {"v": 0.31}, {}, {"v": 0.0}, {"v": 0.0}]
+    trajectory = episode(*(turn(i, scores=s) for i, s in enumerate(scores)))
+    # 0.8 to 0.5 is 0.3, 0.5 to 0.31 is 0.19; nothing is known after turn 3, and of the start.
+    assert turns_found(trajectory, value_score="v") == [(2, "value_drop")]
+    assert turns_found(trajectory, value_score="other") == turns_found(trajectory) == []
+
+
+def test_values_that_no_scorer_gives_are_refused() -> None:
+    check_restarts(Restarts(value_score="v"), ("v", "w"))
+    check_restarts(Restarts(), ())
+    check_restarts(None, ())
+    with pytest.raises(ConfigError, match=r"a scorer for value_score: expected v, got w"):
+        check_restarts(Restarts(value_score="v"), ("w",))
 
 
 def test_the_last_turns_mistake_leads_to_no_state_to_start_from() -> None:
