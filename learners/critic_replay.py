@@ -180,8 +180,7 @@ class CriticReplay:
         if not len(q_T):
             return q_T
         if kind == "one_step":
-            last_1 = steps.values_T.new_full((1,), 0.0 if steps.bootstrap is None else steps.bootstrap)
-            return q_one_step(steps.rewards_T, torch.cat([steps.values_T[1:], last_1]), gamma=self._gamma)
+            return q_one_step(steps.rewards_T, steps.next_values, gamma=self._gamma)
         return retrace(
             steps.rewards_T,
             q_T,

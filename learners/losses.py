@@ -13,9 +13,8 @@ from torch import Tensor
 
 from turngate.learners.ratios import (
     LOG_RATIO_CLAMP,
-    check_finite,
-    check_shapes,
     log_ratio,
+    masked_in,
     unit_constants,
     unit_index,
     unit_sums,
@@ -99,7 +98,7 @@ def ppo_loss(
     Source: Schulman et al. 2017 (1707.06347) with asymmetric and dual clip. At ratio 1 the loss is -A.
     Raises: ShapeError: the inputs differ in shape. LearnerError: a masked-in value is not finite.
     """
-    logprobs, old_logprobs, advantages = _inside(
+    logprobs, old_logprobs, advantages = masked_in(
         mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
     )
     ratio = log_ratio(logprobs, old_logprobs, clamp=log_ratio_clamp).exp()
@@ -131,13 +130,13 @@ def decoupled_ppo_loss(
 
 def weighted(surrogate: TokenLoss, weights: Tensor, mask: Tensor) -> TokenLoss:
     """Return the surrogate times detached weights, one per token; what was clipped stays as it is."""
-    (weights,) = _inside(mask, weights=weights.detach())
+    (weights,) = masked_in(mask, weights=weights.detach())
     return replace(surrogate, loss=weights * surrogate.loss)
 
 
 def reinforce_loss(logprobs: Tensor, weights: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return -weight * A * logprob per token, with detached weights of current over behaviour."""
-    logprobs, weights, advantages = _inside(mask, logprobs=logprobs, weights=weights, advantages=advantages)
+    logprobs, weights, advantages = masked_in(mask, logprobs=logprobs, weights=weights, advantages=advantages)
     return -weights.detach() * advantages * logprobs
 
 
@@ -149,7 +148,7 @@ def cispo_loss(
     Source: MiniMax-M1 2025 (2506.13585) eqs. 4-5. Offsets are from 1; `Clip(low=1)` means no lower bound, the
     canonical form.
     """
-    logprobs, old_logprobs, advantages = _inside(
+    logprobs, old_logprobs, advantages = masked_in(
         mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
     )
     ratio = log_ratio(logprobs, old_logprobs).detach().exp()
@@ -248,7 +247,7 @@ def _unit_surrogates(
 ) -> _Units:
     if kind not in ("prod", "geo"):
         raise ConfigError(f"kind must be prod or geo: got {kind!r}")
-    logprobs, old_logprobs, advantages = _inside(
+    logprobs, old_logprobs, advantages = masked_in(
         mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
     )
     if units == 0:
@@ -280,10 +279,3 @@ def _row_ids(mask: Tensor) -> Tensor:
     if mask.ndim != 2:
         raise ConfigError(f"row_ids must be given for packed arrays: got a mask of {mask.ndim} dimensions")
     return torch.arange(len(mask), device=mask.device).unsqueeze(1).expand_as(mask)
-
-
-def _inside(mask: Tensor, **arrays: Tensor) -> list[Tensor]:
-    """Return the arrays with 0 where the mask is False, so that nothing masked can reach a gradient."""
-    check_shapes(mask=mask, **arrays)
-    check_finite(mask, **arrays)
-    return [array.masked_fill(~mask, 0.0) for array in arrays.values()]

@@ -11,6 +11,7 @@ __all__ = [
     "check_finite",
     "check_shapes",
     "log_ratio",
+    "masked_in",
     "unit_constants",
     "unit_index",
     "unit_sums",
@@ -46,6 +47,16 @@ def check_finite(mask: Tensor, **arrays: Tensor) -> None:
                 f"{name} must be finite where the mask is True: got {float(array.detach()[at])} (index {at}); "
                 "mask the token or look at where the value comes from"
             )
+
+
+def masked_in(mask: Tensor, **arrays: Tensor) -> list[Tensor]:
+    """Return the arrays with 0 where the mask is False, so that nothing masked can reach a gradient.
+
+    Raises: ShapeError: they differ in shape. LearnerError: a masked-in value is not finite.
+    """
+    check_shapes(mask=mask, **arrays)
+    check_finite(mask, **arrays)
+    return [array.masked_fill(~mask, 0.0) for array in arrays.values()]
 
 
 def unit_index(mask: Tensor, *keys: Tensor) -> tuple[Tensor, int]:

@@ -153,8 +153,7 @@ def _state_value_target(steps: TurnSteps, kind: TargetKind, config: ReplayConfig
     if kind == "gae":
         return gae(rewards_T, values_T, bootstrap=bootstrap, gamma=gamma, lam=config.lam).targets_T
     if kind == "one_step":
-        last_1 = values_T.new_full((min(len(values_T), 1),), 0.0 if bootstrap is None else bootstrap)
-        return q_one_step(rewards_T, torch.cat([values_T[1:], last_1]), gamma=gamma)
+        return q_one_step(rewards_T, steps.next_values, gamma=gamma)
     return vtrace(
         rewards_T,
         values_T,

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from turngate.learners.advantages.gae import check_discounts, last_value
 from turngate.learners.ratios import LOG_RATIO_CLAMP, ShapeError, check_shapes, unit_sums
 from turngate.runtime.errors import ConfigError, LearnerError
 
@@ -51,6 +52,13 @@ class TurnSteps:
     log_ratios_T: Tensor
     bootstrap: float | None
     """V of the last context; None at terminal ends."""
+
+    @property
+    def next_values(self) -> Tensor:
+        """V after each turn, (T,); the last one is the bootstrap, 0 at terminal ends."""
+        after = self.values_T.new_full(self.values_T.shape, last_value(self.bootstrap))
+        after[:-1] = self.values_T[1:]
+        return after
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +140,12 @@ def vtrace(
     Raises: ConfigError: rho_bar < c_bar, or a parameter out of range. ShapeError: the arrays differ in length.
     LearnerError: a number is not finite (log-ratios may be -inf).
     """
-    _check_range(gamma=gamma, lam=lam)
+    check_discounts(gamma=gamma, lam=lam)
     check_truncation(rho_bar=rho_bar, c_bar=c_bar)
     _check_positive(pg_rho_bar=pg_rho_bar)
     rewards, values, logs = _columns(rewards=rewards_T, values=values_T, log_ratios=log_ratios_T)
     targets, advantages = [0.0] * len(values), [0.0] * len(values)
-    next_value = next_target = _last_value(bootstrap)
+    next_value = next_target = last_value(bootstrap)
     for t in reversed(range(len(values))):
         delta = _truncated(logs[t], rho_bar) * (rewards[t] + gamma * next_value - values[t])
         trace = lam * _truncated(logs[t], c_bar)
@@ -200,11 +208,11 @@ def retrace(
     Raises: ConfigError: a parameter out of range, or what the kind reads is missing. ShapeError, LearnerError: as
     `vtrace`.
     """
-    _check_range(gamma=gamma, lam=lam)
+    check_discounts(gamma=gamma, lam=lam)
     rewards, taken, expected = _columns(rewards=rewards_T, q_values=q_values_T, policy_values=policy_values_T)
     traces = _traces(kind, lam, len(taken), log_ratios_T, policy_probs_T)
     targets = [0.0] * len(taken)
-    following = _last_value(bootstrap)
+    following = last_value(bootstrap)
     for t in reversed(range(len(taken))):
         targets[t] = rewards[t] + gamma * following
         following = expected[t] + traces[t] * (targets[t] - taken[t])
@@ -219,7 +227,7 @@ def q_one_step(rewards_T: Tensor, next_values_T: Tensor, *, gamma: float = 1.0) 
     Args: next_values_T: the *current* policy's V after each turn, the last one the bootstrap (0 at terminal ends).
     Raises: ConfigError, ShapeError, LearnerError: as `vtrace`.
     """
-    _check_range(gamma=gamma)
+    check_discounts(gamma=gamma)
     rewards, following = _columns(rewards=rewards_T, next_values=next_values_T)
     return _like([r + gamma * v for r, v in zip(rewards, following, strict=True)], next_values_T)
 
@@ -296,23 +304,11 @@ def _like(column: list[float], array: Tensor) -> Tensor:
     return torch.tensor(column, dtype=torch.float64).to(device=array.device, dtype=dtype)
 
 
-def _last_value(bootstrap: float | None) -> float:
-    if bootstrap is not None and not math.isfinite(bootstrap):
-        raise LearnerError(f"bootstrap must be finite: got {bootstrap}; None says that the trajectory terminated")
-    return 0.0 if bootstrap is None else bootstrap
-
-
 def _check_finite(**columns: Sequence[float]) -> None:
     for name, column in columns.items():
         for t, x in enumerate(column):
             if not math.isfinite(x):
                 raise LearnerError(f"{name} must be finite: got {x} (turn {t}); look at where it comes from")
-
-
-def _check_range(**parameters: float) -> None:
-    for name, value in parameters.items():
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name} must lie in [0, 1]: got {value}")
 
 
 def _check_positive(**caps: float | None) -> None:

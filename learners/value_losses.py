@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from turngate.learners.ratios import check_shapes
-from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.learners.ratios import masked_in
+from turngate.runtime.errors import ConfigError
 
 __all__ = ["SuccessLoss", "ValueLoss", "value_bce", "value_loss_clipped"]
 
@@ -52,7 +52,7 @@ def value_loss_clipped(
     """
     if eps is not None and not eps > 0:
         raise ConfigError(f"eps must be above 0: got {eps}; None leaves the value clip out")
-    values, old_values, targets = _inside(mask, values=values, old_values=old_values, targets=targets)
+    values, old_values, targets = masked_in(mask, values=values, old_values=old_values, targets=targets)
     old_values, targets = old_values.detach(), targets.detach()
     plain = (values - targets).square()
     if eps is None:
@@ -74,20 +74,9 @@ def value_bce(logits: Tensor, targets: Tensor, mask: Tensor) -> SuccessLoss:
     Args: mask: bool, True where it counts.
     Raises: ShapeError: the inputs differ in shape. LearnerError: a masked-in number is not finite.
     """
-    logits, targets = _inside(mask, logits=logits, targets=targets)
+    logits, targets = masked_in(mask, logits=logits, targets=targets)
     targets = targets.detach()
     is_clamped = mask & ((targets < 0) | (targets > 1))
     loss = functional.binary_cross_entropy_with_logits(logits, targets.clamp(0, 1), reduction="none")
     # A masked-out logit is 0, and its cross-entropy log 2.
     return SuccessLoss(torch.where(mask, loss, 0.0), is_clamped)
-
-
-def _inside(mask: Tensor, **arrays: Tensor) -> list[Tensor]:
-    """Return the arrays with 0 where the mask is False, so that nothing masked can reach a gradient."""
-    check_shapes(mask=mask, **arrays)
-    inside = {name: array.masked_fill(~mask, 0.0) for name, array in arrays.items()}
-    for name, array in inside.items():
-        if not bool(torch.isfinite(array).all()):
-            bad = array[~torch.isfinite(array)][0].item()
-            raise LearnerError(f"{name} must be finite where the mask is True: got {bad}; look at the critic's weights")
-    return list(inside.values())
