@@ -11,6 +11,7 @@ from turngate.learners.critic import CriticConfig
 from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.filters import M2PO, OPSM, GeometricFilter
 from turngate.learners.grpo import GRPO
+from turngate.learners.hacking import HackingConfig
 from turngate.learners.losses import Clip
 from turngate.learners.objective import OffPolicy
 from turngate.learners.offpolicy import Correction
@@ -31,6 +32,7 @@ __all__ = [
     "CriticConfig",
     "GAEConfig",
     "GeometricFilter",
+    "HackingConfig",
     "OffPolicy",
     "ReplayConfig",
     "RewardScheme",
