@@ -36,7 +36,6 @@ from turngate.learners.advantages.trees import (
     tree_values,
 )
 from turngate.learners.advantages.turn_index import turn_index_advantages
-from turngate.learners.advantages.turns import broadcast_turns, join_turns, split_turns, turns_of
 
 __all__ = [
     "GROUP_PRESETS",
@@ -50,7 +49,6 @@ __all__ = [
     "add_step_advantages",
     "batch_reward_std",
     "bootstrap_value",
-    "broadcast_turns",
     "edge_advantages",
     "edge_keys",
     "gae",
@@ -60,7 +58,6 @@ __all__ = [
     "gae_segments",
     "group_advantages",
     "intra_inter_advantages",
-    "join_turns",
     "leaf_counts",
     "length_adaptive_lambda",
     "local_global_advantages",
@@ -68,10 +65,8 @@ __all__ = [
     "reward_to_go",
     "sample_advantages",
     "shared_prefix_weights",
-    "split_turns",
     "step_group_advantages",
     "step_returns",
     "tree_values",
     "turn_index_advantages",
-    "turns_of",
 ]

@@ -26,7 +26,7 @@ class BilevelGae(NamedTuple):
     turns: Gae
     """(U,)"""
     tokens: list[Gae]
-    """(L_u,) per turn; `join_turns` lays them out along the trajectory."""
+    """(L_u,) per turn."""
 
 
 def gae_bilevel(

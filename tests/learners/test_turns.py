@@ -43,6 +43,11 @@ def test_every_turn_with_tokens_is_an_action_and_keeps_its_reward() -> None:
     assert turns_of((2, 0.0), (1, 0.5), (3, 1.0)) == ((0, 1, 2), [0.0, 0.5, 1.0], 0.0)
 
 
+def test_b3_6_an_episode_that_earned_nothing_has_all_its_turns() -> None:
+    # RAGEN's core_algos.py looks for reward != 0: turns that earn nothing merge, and an episode of them crashes.
+    assert turns_of((2, 0.0), (1, 0.0), (3, 0.0)) == ((0, 1, 2), [0.0, 0.0, 0.0], 0.0)
+
+
 def test_b3_2_what_an_injected_turn_earned_goes_to_the_action_before_it() -> None:
     # radixark/miles#1827: a reward between two actions belongs to the one before, not to none and not to the next.
     assert turns_of((2, 0.25), (0, 0.5), (0, 1.0), (3, 2.0)) == ((0, 3), [1.75, 2.0], 0.0)
@@ -81,8 +86,8 @@ def test_kept_trajectories_keep_their_number(lab: Any, model: PolicyModel) -> No
     assert [(number, t.id) for number, t in kept] == [(0, "t0"), (2, "t2"), (4, "t4")]
 
 
-def test_positions_are_found_by_turn_ids_and_not_by_edges_of_the_mask(lab: Any) -> None:
-    # B3.7: adjacent actions are two, one that starts right after another has no edge.
+def test_b3_7_positions_are_found_by_turn_ids_and_not_by_edges_of_the_mask(lab: Any) -> None:
+    # VAGEN-derived code looks for 0 -> 1 edges: adjacent actions merge, since the second has none.
     mask, turn_ids = [0, 1, 1, 1, 0, 1], [-1, 0, 0, 1, -1, 2]
     turns = [Turn(index=i, segment=0, start=s, length=n, text="") for i, (s, n) in enumerate([(1, 2), (3, 1), (5, 1)])]
     segment = Segment.of([1] * 6, mask, [0.0] * 6, [m - 1 for m in mask], turn_ids)

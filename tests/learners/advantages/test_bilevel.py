@@ -1,4 +1,4 @@
-"""Bi-level GAE: the identities between turns and tokens, on random episodes, and where turns begin."""
+"""Bi-level GAE: the identities between turns and tokens, on random episodes."""
 
 import math
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from turngate.learners.advantages.bilevel import gae_bilevel
 from turngate.learners.advantages.gae import gae, gae_flat_tokens
-from turngate.learners.advantages.turns import join_turns, split_turns
 from turngate.learners.ratios import ShapeError
 from turngate.runtime.errors import ConfigError, LearnerError
 
@@ -114,18 +113,6 @@ def test_b3_6_turns_that_earn_nothing_are_turns() -> None:
     out = gae_bilevel(real(0.0, 0.0, 0.0), values, bootstrap=None, lam_turn=0.0)
     assert out.turns.advantages_T.tolist() == [-0.5, 0.75, -0.75]
     assert [len(t.advantages_T) for t in out.tokens] == [2, 1, 2]
-
-
-def test_b3_7_turns_begin_where_their_ids_say() -> None:
-    """VAGEN-derived code looks for 0 -> 1 mask edges: it misses position 0 and merges adjacent actions."""
-    ids = torch.tensor([0, 0, 1, 1, -1, 2])
-    values_T = real(0.5, 0.25, 0.0, 0.125, 9.0, 0.75)
-    values = split_turns(values_T, ids)
-    assert [v.tolist() for v in values] == [[0.5, 0.25], [0.0, 0.125], [0.75]]
-    out = gae_bilevel(real(0.0, 0.0, 1.0), values, bootstrap=None, lam_turn=0.0, lam_token=0.0)
-    assert out.turns.advantages_T.tolist() == [-0.5, 0.75, 0.25]
-    laid_out = join_turns([t.advantages_T for t in out.tokens], ids)
-    assert laid_out.tolist() == [-0.25, -0.25, 0.125, 0.625, 0.0, 0.25]
 
 
 def test_single_token_actions_make_both_levels_equal() -> None:
