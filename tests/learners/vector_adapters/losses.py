@@ -59,7 +59,7 @@ def ppo_token(case: Case, mode: str | None) -> Values:
     logp, mask = case.real("logp").requires_grad_(), case.mask()
     clamp = case.params.get("log_ratio_clip", LOG_RATIO_CLAMP)
     out = ppo_loss(logp, case.real("prox"), case.real("adv"), mask, clip=case.clip(), log_ratio_clamp=clamp)
-    n = int(mask.sum())
+    n = max(int(mask.sum()), 1)  # nothing at all is clipped when everything is masked
     return reduced(case, out.loss, mask, mode, logp) | {
         "per_token_loss": out.loss,
         "clip_frac_high": int(out.is_clipped_high.sum()) / n,
