@@ -44,8 +44,12 @@ class GRPO(PolicyLearner):
         super().__post_init__()
         if isinstance(self.preset, str) and self.preset not in GROUP_PRESETS:
             raise ConfigError(f"preset must be one of {', '.join(GROUP_PRESETS)}: got {self.preset!r}")
+        if not isinstance(self.preset, str | GroupScheme):
+            raise ConfigError(f"preset must be a name or a GroupScheme: got {self.preset!r}; leave it out for dr_grpo")
         if self.credit not in ("trajectory", "turn_index") and not isinstance(self.credit, StepGroups):
             raise ConfigError(f"credit must be trajectory, turn_index or StepGroups(...): got {self.credit!r}")
+        if self.anchor is not observation_keys and not isinstance(self.credit, StepGroups):
+            raise ConfigError(f"anchor must go with credit=StepGroups(...), which alone reads it: got {self.credit!r}")
         if self.credit == "trajectory" and (why := self.rewards.trajectory_noop):
             raise ConfigError(f"rewards must matter to the credit: {why}")
         if isinstance(self.credit, StepGroups) and self.credit.gamma < 1 and self.rewards.shaped_by:

@@ -96,6 +96,10 @@ class Objective:
     def __post_init__(self) -> None:
         if self.surrogate not in get_args(Surrogate):
             raise ConfigError(f"surrogate must be one of {', '.join(get_args(Surrogate))}: got {self.surrogate!r}")
+        if not isinstance(self.clip, Clip | None):
+            raise ConfigError(f"clip must be Clip(low, high) or a pair of offsets: got {self.clip!r}")
+        if not self.kl_coef >= 0:
+            raise ConfigError(f"kl_coef must be 0 or more: got {self.kl_coef}; it is a cost")
         if self.surrogate != "clip" and self.clip is None:
             raise ConfigError(
                 f"clip must be given with surrogate={self.surrogate!r}: no range fits every granularity; "

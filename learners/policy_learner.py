@@ -4,6 +4,7 @@ One update: who trains -> token batch -> log-probs of the policy as it is -> che
 on random parts -> report. `GRPO` and `PPO` say who trains and what each token's advantage is.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ __all__ = ["Credit", "Keep", "Parity", "PolicyLearner", "Scored"]
 Parity: TypeAlias = Literal["error", "report"]
 """What a difference between sampler and learner at lag 0 is on the first batches: an error, or only a metric."""
 
+_log = logging.getLogger("turngate.learner")
 _UNIT_SIZES = ("token", "turn", "trajectory")
 
 
@@ -104,9 +106,13 @@ class PolicyLearner(ABC):
     seed: int = 0
 
     _state: PolicyState | None = field(default=None, init=False, repr=False, compare=False)
+    _has_warned: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name_of = type(self).__name__
+        for name, kind in self._kinds().items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be {kind.__name__}(...): got {getattr(self, name)!r} ({name_of})")
         for name in ("epochs", "minibatches", "microbatch_tokens", "min_ess_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive: got {getattr(self, name)} ({name_of})")
@@ -134,6 +140,10 @@ class PolicyLearner(ABC):
                 f"one ratio cannot serve two advantages: got surrogate={self.surrogate!r}, a ratio per {ratio}, with "
                 f"credit per {advantage}; choose a finer surrogate or coarser credit ({name_of})"
             )
+
+    def _kinds(self) -> dict[str, type]:
+        """Return of which class the values of some fields must be, where another would only be noticed later."""
+        return {"rewards": RewardScheme, "hacking": HackingConfig, "schedule": Schedule, "sampling": Sampling}
 
     # --- what a learner decides
 
@@ -295,15 +305,25 @@ class PolicyLearner(ABC):
         return compute_panels(data) | watch_rewards(self._loaded.monitor, data, kl=kl)
 
     def _require_rewards(self, batch: Batch) -> None:
-        """Raise when the first batch lacks a score that the rewards rely on; components may be rare, scores are not."""
+        """Raise when the first batch lacks a score that the rewards rely on; components may be rare: say so once."""
         trajectories = [t for group in batch.groups for t in group.trajectories if t.end.is_terminal]
-        missing = set(self.rewards.absent(trajectories)) & set(self.rewards.scores)
-        if self._loaded.updates == 0 and trajectories and missing:
+        missing = set(self.rewards.absent(trajectories))
+        scores = missing & set(self.rewards.scores)
+        if self._loaded.updates == 0 and trajectories and scores:
             given = sorted({name for t in trajectories for turn in t.turns for name in turn.scores})
             raise ConfigError(
-                f"scores must be there to learn from: nothing is called {', '.join(sorted(missing))} in the first "
-                f"batch, whose turns have {', '.join(given) or 'no scores at all'}; correct the name, or give the "
-                "Runtime that scorer"
+                f"scores must be there to learn from: no turn of the first batch has one called "
+                f"{', '.join(sorted(scores))}, they have {', '.join(given) or 'no scores at all'}; the scorer failed "
+                "every time (its first failure is in the log), or has another name"
+            )
+        if (components := missing - scores) and not self._has_warned:
+            self._has_warned = True
+            paid = sorted({name for t in trajectories for turn in t.turns for name in turn.rewards})
+            _log.warning(
+                "rewards rely on components that nobody was paid in a batch with successes: %s; paid were %s; correct "
+                "the names, unless they are rare",
+                ", ".join(sorted(components)),
+                ", ".join(paid) or "none",
             )
 
     def _require_fresh(self, tokens: TokenBatch, version: int) -> None:

@@ -86,6 +86,10 @@ class PPO(PolicyLearner):
     _replay: CriticReplay | None = field(default=None, init=False, repr=False, compare=False)
     _critic: Critic | None = field(default=None, init=False, repr=False, compare=False)
 
+    def _kinds(self) -> dict[str, type]:
+        kinds = super()._kinds() | {"credit": GAEConfig, "critic": CriticConfig}
+        return kinds | ({} if self.replay is None else {"replay": ReplayConfig})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.mistake_drop > 0:

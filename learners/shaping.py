@@ -202,6 +202,9 @@ class RewardScheme:
         for name, value in [*self._numbers(), *((f"weights[{n!r}]", w) for n, w in weights.items())]:
             if not -float("inf") < value < float("inf"):
                 raise ConfigError(f"{name} must be finite: got {value} (RewardScheme)")
+        once: object = self.once
+        if isinstance(once, str):  # a collection of names, too, of one letter each
+            raise ConfigError(f"once must be a tuple of names: got {once!r} (RewardScheme); a comma makes it one")
         for name in ("turn_cost", "invalid_penalty", "repeat_penalty", "penalty_cap", "overlong_coef"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more: got {getattr(self, name)} (RewardScheme); it is a cost")

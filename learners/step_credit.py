@@ -102,6 +102,14 @@ def _keys(anchor: AnchorKeys, trajectory: Trajectory, action: ActionTurns) -> li
             f"anchor must name the situation before each turn: expected {len(trajectory.turns)} keys, got {len(keys)} "
             f"(trajectory {trajectory.id})"
         )
+    for turn, key in zip(trajectory.turns, keys, strict=True):
+        try:
+            hash(key)
+        except TypeError as error:
+            raise LearnerError(
+                f"anchor must name situations by hashable keys: {error} (trajectory {trajectory.id}, turn "
+                f"{turn.index}); use strings, numbers or tuples"
+            ) from error
     named = {turn.index: key for turn, key in zip(trajectory.turns, keys, strict=True)}
     return [named[turn] for turn in action.turns]
 

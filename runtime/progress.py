@@ -87,11 +87,18 @@ def _why_no_signal(m: dict[str, float]) -> str:
     degenerate, steps = m.get("degenerate_fraction", 0.0), m.get("optimizer_steps", 1.0)
     if degenerate < 1 and steps > 0:
         return ""
-    if m["truncated"] >= 0.5:
+    if (unscorable := m.get("excluded_unscorable", 0.0)) and 2 * unscorable >= m.get("trajectories", 0.0):
+        return (
+            f"{unscorable:.0f} of its episodes have no known reward, since a score is missing; look at "
+            "what the scorers said last: runtime.scorers.statistics()"
+        )
+    if m["truncated"] >= 0.5 and "bootstrap_share" not in m:  # PPO trains those
         return (
             f"{m['truncated']:.0%} of its episodes were cut short, and those do not train; raise the limits, or let "
             "the environment end such episodes with End.budget"
         )
+    if degenerate == 1 and m.get("groups_compared", 1.0) == 0:
+        return "no group had two members that vote; raise group_size, or use credit that needs no siblings (PPO)"
     if degenerate == 1:
         return (
             f"in no group did the rewards differ (mean {m['reward']:g}); look at rewards and ends in a transcript: "

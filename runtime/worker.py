@@ -234,7 +234,7 @@ class _ProcessChannel:
         except (AttributeError, TypeError) as error:
             raise LearnerError(
                 f"the learner must be picklable before load(): {error}; build models and optimizers in load(), "
-                "define the class at module level, or pass worker='thread'"
+                "define its class, and functions it is given, at module level, or pass worker='thread'"
             ) from error
         finally:
             for key in added:

@@ -1,5 +1,6 @@
 """GRPO as a whole: what one update does to the weights, what it refuses, and that it resumes exactly."""
 
+import logging
 import math
 import pickle
 from pathlib import Path
@@ -480,6 +481,12 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
         ({"credit": StepGroups(gamma=0.9), "rewards": RewardScheme(potential="p")}, "share one discount per turn"),
         ({"credit": "turn_index", "kl_coef": 0.1}, "a KL penalty must be part of the loss"),
         ({"credit": "turn_index", "preset": "grpo"}, "preset must be left alone"),
+        ({"preset": None}, "preset must be a name or a GroupScheme"),
+        ({"anchor": len}, r"anchor must go with credit=StepGroups\(...\)"),
+        ({"rewards": {"outcome": 1.0}}, r"rewards must be RewardScheme\(...\): got {'outcome': 1.0} \(GRPO\)"),
+        ({"hacking": 3}, r"hacking must be HackingConfig\(...\)"),
+        ({"clip": 0.2}, "a pair of offsets: got 0.2"),
+        ({"kl_coef": -0.1}, "kl_coef must be 0 or more"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -489,3 +496,19 @@ def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], message: s
 
 def test_truncated_sampling_trains_when_asked_to() -> None:
     assert GRPO("anywhere", sampling=Sampling(top_p=0.9), allow_truncated_sampling=True).sampling.top_p == 0.9
+
+
+def test_rewards_that_name_what_nobody_gives_are_told(
+    lab: Any, folder: Path, model: PolicyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = lab.sample_batch(model, REWARDS)
+    misspelt = learner(folder, parity="report", rewards=RewardScheme(weights={"outcome": 1.0, "fromat": 0.1}))
+    with caplog.at_level(logging.WARNING, logger="turngate.learner"):
+        misspelt.update(batch)
+        misspelt.update(batch)
+    assert [r.getMessage() for r in caplog.records if "nobody was paid" in r.getMessage()] == [
+        "rewards rely on components that nobody was paid in a batch with successes: fromat; paid were outcome; correct "
+        "the names, unless they are rare"
+    ]
+    with pytest.raises(ConfigError, match="one called judge, they have no scores at all; the scorer failed every time"):
+        learner(folder, rewards=RewardScheme(process="judge")).update(batch)

@@ -541,6 +541,9 @@ def test_action_values_are_numbers_of_their_own_with_the_targets_of_the_actions(
         ),
         ({"kl_coef": 0.1, "replay": ReplayConfig()}, "without a KL penalty"),
         ({"rewards": RewardScheme(turn_cost=0.1)}, "within .0, 1."),
+        ({"credit": "bilevel"}, r"credit must be GAEConfig\(...\): got 'bilevel' \(PPO\)"),
+        ({"critic": "trunk"}, r"critic must be CriticConfig\(...\): got 'trunk'"),
+        ({"replay": True}, r"replay must be ReplayConfig\(...\): got True"),
         (
             {
                 "rewards": RewardScheme(potential="phi"), "critic": CriticConfig(kind="scalar"),

@@ -164,6 +164,8 @@ def test_what_names_situations_can_be_chosen_and_must_name_all(lab: Any) -> None
     assert metrics["step_singleton_fraction"] == 1.0
     with pytest.raises(LearnerError, match=r"expected 2 keys, got 1 \(trajectory a\)"):
         step_group_credit(found, StepGroups(), lambda _: ["x"], recorded_rewards)
+    with pytest.raises(LearnerError, match=r"hashable keys: unhashable type: 'list' \(trajectory a, turn 0\)"):
+        step_group_credit(found, StepGroups(), lambda t: [("x", []) for _ in t.turns], recorded_rewards)
 
 
 def test_the_scheme_of_the_steps_can_be_chosen(lab: Any) -> None:

@@ -89,6 +89,9 @@ def test_failed_rollouts_are_counted_since_the_last_line_with_the_first_error() 
         ({"degenerate_fraction": 1.0, "optimizer_steps": 0.0}, "in no group did the rewards differ (mean 0.25); look"),
         ({"degenerate_fraction": 1.0, "optimizer_steps": 0.0, "truncated": 0.75}, "75% of its episodes were cut short"),
         ({"optimizer_steps": 0.0}, "no optimizer step was taken; look"),
+        ({"optimizer_steps": 0.0, "truncated": 1.0, "bootstrap_share": 1.0}, "no optimizer step was taken; look"),
+        ({"optimizer_steps": 0.0, "truncated": 0.75, "excluded_unscorable": 2.0}, "2 of its episodes have no known"),
+        ({"degenerate_fraction": 1.0, "groups_compared": 0.0}, "no group had two members that vote; raise group_size"),
     ],
 )
 def test_an_update_without_signal_is_a_warning_that_says_what_to_look_at(changes: dict[str, float], says: str) -> None:
