@@ -1,7 +1,6 @@
 """The part of a learner that changes while it learns: weights, optimizer, generator, counters; saved and restored."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,14 +141,9 @@ class PolicyState:
 
 @torch.no_grad()
 def score_tokens(
-    model: PolicyModel,
-    tokens: TokenBatch,
-    *,
-    temperature: float,
-    microbatch_tokens: int,
-    rows: Iterable[int] | None = None,
+    model: PolicyModel, tokens: TokenBatch, *, temperature: float, microbatch_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies (N,) of the trained tokens of `rows` (default all); 0 elsewhere.
+    """Return log-probs and entropies (N,) of the trained tokens; 0 elsewhere.
 
     Raises: LearnerError: a segment is longer than the model's context, or a log-prob is not finite.
     """
@@ -160,8 +154,7 @@ def score_tokens(
             "raise max_context or limit the rollouts' tokens"
         )
     logprobs_N, entropy_N = torch.zeros(len(tokens.mask_N)), torch.zeros(len(tokens.mask_N))
-    chosen = list(range(len(tokens.row_lengths)) if rows is None else rows)
-    for micro in microbatches(tokens, chosen, microbatch_tokens):
+    for micro in microbatches(tokens, range(len(tokens.row_lengths)), microbatch_tokens):
         scores = model.score(micro.packed, temperature=temperature, with_entropy=True)
         assert scores.entropy_M is not None
         logprobs_N[micro.positions_P] = scores.logprobs_M
