@@ -1,11 +1,13 @@
 """A language model as a process reward model: any OpenAI-compatible server, asked about one turn at a time."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import anyio
+import msgspec
 
 from turngate.envs.base import ToolCall
 from turngate.runtime.endpoint import ChatEndpoint
@@ -98,7 +100,7 @@ class JudgeEndpoint:
 
     async def _judge(self, trajectory: Trajectory, turn: int) -> float:
         messages = tuple(self._prompt(trajectory, turn))
-        key = tuple((message.role, message.content) for message in messages)
+        key = _digest(messages)
         async with self._slots.hold():
             score = self._cache.get(key)  # now: a sibling may have asked while this one waited
             if score is None:
@@ -106,6 +108,13 @@ class JudgeEndpoint:
                 score = _score_of(completion, f"trajectory {trajectory.id}, turn {turn}")
                 self._cache.put(key, score)
         return score
+
+
+def _digest(messages: Sequence[Message]) -> bytes:
+    """Return what a prompt is remembered by: itself it would be kept in thousands, each as long as an episode."""
+    # As escaped text, which lone surrogates have, too.
+    shown = json.dumps([msgspec.to_builtins(message) for message in messages])
+    return hashlib.blake2b(shown.encode(), digest_size=16).digest()
 
 
 def turn_prompt(trajectory: Trajectory, turn: int, *, question: str = QUESTION) -> list[Message]:

@@ -176,6 +176,15 @@ async def test_prompt_of_ones_own_replaces_the_whole_question() -> None:
     assert [call.messages for call in endpoint.calls] == [(Message("user", "a?"),), (Message("user", "b?"),)]
 
 
+async def test_prompts_that_differ_in_tool_calls_alone_are_different() -> None:
+    endpoint = FakeEndpoint(["0.5", "0.75"])
+
+    def ask(trajectory: Trajectory, turn: int) -> list[Message]:
+        return [Message("assistant", "", (ToolCall("1", trajectory.turns[turn].text, "{}"),)), Message("user", "Good?")]
+
+    assert await JudgeEndpoint(endpoint, prompt=ask, max_concurrent=1)(episode("a", "b")) == [0.5, 0.75]
+
+
 async def test_failing_judge_costs_an_episode_its_scores_only() -> None:
     scorers = ScorerSet([JudgeEndpoint(FakeEndpoint(lambda messages: "no idea"), name="verdict")])
     scored = await scorers.score(episode("a", "b"))
