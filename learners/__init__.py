@@ -18,7 +18,7 @@ from turngate.learners.offpolicy import Correction
 from turngate.learners.optimizers import Schedule
 from turngate.learners.ppo import PPO
 from turngate.learners.replay import ReplayConfig
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.step_credit import StepGroups
 
 __all__ = [

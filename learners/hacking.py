@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from turngate.envs.detectors import repeated_actions
-from turngate.learners.shaping import TurnRewards, observed_actions
+from turngate.learners.reward_scheme import TurnRewards, observed_actions
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import Trajectory
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from turngate.envs.base import End
 from turngate.learners.batch import TokenBatch
-from turngate.learners.shaping import TurnRewards
+from turngate.learners.reward_scheme import TurnRewards
 from turngate.runtime.outcomes import is_clean_root
 from turngate.runtime.types import Batch, Trajectory
 

@@ -12,7 +12,7 @@ from turngate.learners.episode_credit import EpisodeCredit
 from turngate.learners.panels_batch import PanelInput
 from turngate.learners.ratios import check_shapes
 from turngate.learners.recovery import value_recovery_metrics
-from turngate.learners.shaping import observed_actions
+from turngate.learners.reward_scheme import observed_actions
 from turngate.learners.value_metrics import token_turn_gap
 from turngate.runtime.types import Trajectory
 

@@ -36,7 +36,7 @@ from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
 from turngate.learners.parity import measure_parity, require_parity
 from turngate.learners.policy_state import PolicyState, StepTally, score_tokens
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.turns import recorded_rewards
 from turngate.runtime.engine.model import PolicyModel, Scores
 from turngate.runtime.errors import ConfigError, LearnerError

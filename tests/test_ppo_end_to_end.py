@@ -20,7 +20,7 @@ from turngate.learners.episode_credit import CreditLevel, GAEConfig
 from turngate.learners.policy_learner import Scored
 from turngate.learners.ppo import PPO
 from turngate.learners.replay import ReplayConfig, as_batch
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.turns import action_turns, recorded_rewards, turn_tokens
 from turngate.runtime import Context, Limits, Message, Runtime, full, last_turns, summarise, token_budget, train
 from turngate.runtime.engine import Engine

@@ -17,7 +17,7 @@ from turngate.learners.advantages.group import GroupScheme
 from turngate.learners.grpo import GRPO
 from turngate.learners.objective import OffPolicy
 from turngate.learners.offpolicy import Correction
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.step_credit import StepGroups
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from turngate.envs.base import End, Task
 from turngate.learners.hacking import ALARMS, HackingConfig, HackingMonitor, hacking_signals, trend
-from turngate.learners.shaping import RewardScheme, TurnRewards
+from turngate.learners.reward_scheme import RewardScheme, TurnRewards
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import Trajectory, Turn
 

@@ -15,7 +15,7 @@ from turngate.learners.hacking import HackingConfig
 from turngate.learners.policy_learner import PolicyLearner
 from turngate.learners.ppo import PPO
 from turngate.learners.replay import ReplayConfig
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.step_credit import StepGroups
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.types import Batch

@@ -33,7 +33,7 @@ from turngate.learners.panels_credit import (
     turn_kinds,
     valued_turns_panel,
 )
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import LearnerError
 from turngate.runtime.types import Batch, Group, RestartedFrom, Segment, Trajectory, Turn

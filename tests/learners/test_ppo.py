@@ -21,7 +21,7 @@ from turngate.learners.grpo import GRPO
 from turngate.learners.policy_learner import Credit, Scored
 from turngate.learners.ppo import PPO
 from turngate.learners.replay import ReplayConfig
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.turns import turn_tokens
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack

@@ -18,7 +18,7 @@ from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.grpo import GRPO
 from turngate.learners.policy_learner import PolicyLearner
 from turngate.learners.ppo import PPO
-from turngate.learners.shaping import RewardScheme
+from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.step_credit import StepGroups
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
