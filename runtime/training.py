@@ -63,6 +63,8 @@ async def train(
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
     check_learner(learner, runtime.sampling, max_staleness, runtime.scorers.names)
+    _check_kind("restarts", restarts, Restarts)
+    _check_kind("injection", injection, Injection)
     check_restarts(restarts, runtime.scorers.names)
     config = TrainConfig(
         updates=updates,
@@ -93,6 +95,11 @@ async def train(
             with single_errors():
                 await _loop(run, config)
     return run.report()
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {kind.__name__}(...) or None: got {value!r}")
 
 
 async def _loop(run: Run, config: TrainConfig) -> None:

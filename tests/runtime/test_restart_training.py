@@ -181,3 +181,18 @@ async def test_values_without_a_scorer_are_refused_before_anything_runs(tmp_path
     with pytest.raises(ConfigError, match="must have a scorer for value_score: expected progress, got none"):
         await train_shopper(shopping_runtime(), learner, tmp_path, restarts=Restarts(value_score="progress"))
     assert learner.batches == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"restarts": 0.25}, r"restarts must be Restarts\(...\) or None: got 0.25"),
+        ({"injection": 0.02}, r"injection must be Injection\(...\) or None: got 0.02"),
+    ],
+)
+async def test_a_number_for_restarts_or_injection_is_refused_before_anything_runs(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await train_shopper(shopping_runtime(), Looking(), tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
