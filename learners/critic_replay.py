@@ -155,15 +155,26 @@ class CriticReplay:
     def _move_values(self, draw: _Draw, choice: TargetChoice, policy_version: int) -> dict[str, float]:
         """Move V and Q towards their targets and return how that went."""
         metrics: dict[str, float] = {}
-        kind = choice.kind
-        if draw.actions is not None:
-            targets = [self._action_target(draw, i, kind) for i in range(len(draw.steps))]
-            metrics |= _prefixed("replay_action_", self._move(draw.actions.tokens, draw.actions.positions, targets))
+        kind, critic_version = choice.kind, self._critic.version
+        if (ends := draw.actions) is not None:
+            of_actions = [self._action_target(draw, i, kind) for i in range(len(draw.steps))]
+            made = self._kept(of_actions, kind, draw, choice, policy_version)
+            metrics |= made.metrics(critic_version=critic_version)
+            metrics |= _prefixed("replay_action_", self._move(ends.tokens, ends.positions, made.targets))
             if kind == "one_step":
                 return metrics  # V is that of the policy that acted; Q is not, and V learns from fresh experience
             kind = "vtrace" if kind == "retrace" else kind
-        made = ReplayTargets(
-            targets=state_value_targets(draw.steps, kind, self.config, gamma=self._gamma),
+        of_states = state_value_targets(draw.steps, kind, self.config, gamma=self._gamma)
+        made = self._kept(of_states, kind, draw, choice, policy_version)
+        metrics |= made.metrics(critic_version=critic_version)
+        return metrics | _prefixed("replay_", self._move(draw.tokens, draw.positions, made.targets))
+
+    def _kept(
+        self, targets: Sequence[Tensor], kind: TargetKind, draw: _Draw, choice: TargetChoice, policy_version: int
+    ) -> ReplayTargets:
+        """Return targets together with what they hold for."""
+        return ReplayTargets(
+            targets=tuple(targets),
             target=kind,
             policy_version=policy_version,
             target_version=self.target.version,
@@ -171,8 +182,6 @@ class CriticReplay:
             lag_mean=sum(draw.lags) / len(draw.lags),
             lag_max=max(draw.lags),
         )
-        metrics |= made.metrics(critic_version=self._critic.version)
-        return metrics | _prefixed("replay_", self._move(draw.tokens, draw.positions, made.targets))
 
     def _action_target(self, draw: _Draw, number: int, kind: TargetKind) -> Tensor:
         assert draw.actions is not None

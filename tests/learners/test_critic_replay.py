@@ -194,6 +194,10 @@ def test_one_step_targets_need_no_ratio_and_with_action_values_leave_v_alone(
     assert len(critic.lessons) == 1  # V would learn what the policy of then was worth
     assert "replay_value_loss" not in metrics
     assert "replay_action_value_loss" in metrics
+    # What the targets hold for is told of action values alone, too.
+    assert (metrics["replay_target_one_step"], metrics["replay_lag_max"]) == (1.0, 4.0)
+    assert metrics["replay_drawn_trajectories"] == len(old)
+    assert metrics["replay_target_version_lag"] == 0.0
 
 
 def msgspec_replace(config: ReplayConfig, **changes: Any) -> ReplayConfig:
