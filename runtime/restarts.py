@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import msgspec
 
 from turngate.envs.base import End, Snapshot, Task
+from turngate.runtime.answers import describe_error
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.recovery import beta_learnability, mixed_with_uniform
 from turngate.runtime.seeds import derive_seed
@@ -68,6 +69,18 @@ class Restarts(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"max_age must be 0 or more and capacity 1 or more: got {self.max_age}, {self.capacity} (Restarts)"
             )
+
+    def finds_mistake(self, turn: Turn) -> bool:
+        """Return what `is_mistake` says of a turn, False without one. Raises: ConfigError: it raised."""
+        if self.is_mistake is None:
+            return False
+        try:
+            return bool(self.is_mistake(turn))
+        except Exception as error:  # whatever a function of the user's raises, it must be clear whose it is
+            raise ConfigError(
+                f"is_mistake must answer for every turn: got {describe_error(error)} (turn {turn.index}); a state "
+                "is None where the environment gave none, or never answered"
+            ) from error
 
 
 def check_restarts(restarts: Restarts | None, scorers: Collection[str]) -> None:
@@ -307,7 +320,7 @@ def _has_value_drop(taken: _Taken) -> bool:
 
 _APPLIES: dict[RestartReason, Callable[[_Taken], bool]] = {
     "invalid": lambda taken: not taken.turn.valid,
-    "mistake": lambda taken: taken.config.is_mistake is not None and bool(taken.config.is_mistake(taken.turn)),
+    "mistake": lambda taken: taken.config.finds_mistake(taken.turn),
     "injected": lambda taken: taken.turn.injected,
     "value_drop": _has_value_drop,
     "failed_suffix": lambda taken: taken.trajectory.end in (End.failure, End.budget),

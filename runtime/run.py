@@ -98,7 +98,7 @@ async def open_run(
     folder.write_json("config.json", described | {"restarts": repr(restarts), "injection": repr(injection)})
     async with start_learner(learner, mode=config.worker) as worker, LoopLagMeter() as loop_lag:
         await worker.load(checkpoint[0] if checkpoint else None)
-        gauges = RunGauges(runtime.slots, loop_lag, is_mistake=restarts.is_mistake if restarts is not None else None)
+        gauges = RunGauges(runtime.slots, loop_lag, is_mistake=restarts.finds_mistake if restarts is not None else None)
         run = Run(runtime, folder, publisher, worker, gauges, progress, version)
         if restarts is not None:
             run.restarts = RestartStore(restarts)

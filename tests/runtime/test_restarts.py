@@ -78,6 +78,15 @@ def test_values_that_no_scorer_gives_are_refused() -> None:
         check_restarts(Restarts(value_score="v"), ("w",))
 
 
+def test_a_question_about_mistakes_that_raises_is_told_from_our_errors() -> None:
+    def asks(turn: Turn) -> bool:
+        raise KeyError("violates")
+
+    with pytest.raises(ConfigError, match=r"is_mistake must answer for every turn: got KeyError.*\(turn 0\)"):
+        find_restart_points(episode(turn(0), turn(1)), Restarts(is_mistake=asks))
+    assert not Restarts().finds_mistake(turn(0))
+
+
 def test_the_last_turns_mistake_leads_to_no_state_to_start_from() -> None:
     assert turns_found(episode(turn(0), turn(1, valid=False))) == []
     assert turns_found(episode()) == []
