@@ -105,9 +105,9 @@ class PPO(PolicyLearner):
                 f"potentials must share a discount per turn: got gamma={self.credit.gamma} per token; use gamma=1, or "
                 "level='turn'"
             )
-        if self.critic.kind == "success" and not self.rewards.is_plain and self.rewards.weights is None:
+        if self.critic.kind == "success" and self.rewards.adds_rewards:
             raise ConfigError(
-                "a success critic must learn from returns within [0, 1]: got shaped rewards; use "
+                "a success critic must learn from returns within [0, 1]: got penalties or shaped rewards; use "
                 "CriticConfig(kind='scalar')"
             )
 

@@ -173,6 +173,12 @@ class RewardScheme:
         return tuple(sorted((components - paid) | (set(self.scores) - scored)))
 
     @property
+    def adds_rewards(self) -> bool:
+        """True when something is paid beside the environment's own components: costs, potentials or judgements."""
+        costs = self.turn_cost or self.invalid_penalty or self.repeat_penalty or self.overlong_tokens is not None
+        return bool(costs or self.shaped_by or (self.process and self.process_coef))
+
+    @property
     def shaped_by(self) -> tuple[str, ...]:
         """The settings in use that pay differences of a score, and so need one discount per turn."""
         by_potential = (f"potential={self.potential!r}",) if self.potential and self.potential_coef else ()

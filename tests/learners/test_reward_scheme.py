@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -302,3 +303,10 @@ def test_ten_thousand_turns_are_no_problem() -> None:
     trajectory = episode([{}] * 9_999 + [{"outcome": 1.0}], [{"p": 0.5}] * 10_000, observation=["a"] * 10_000)
     scheme = RewardScheme(repeat_penalty=0.1, potential="p", process="p")
     assert learned(scheme, trajectory).is_scorable
+
+
+def test_a_scheme_knows_whether_it_pays_more_than_the_environment() -> None:
+    selecting = (RewardScheme(), RewardScheme(weights={"outcome": 2.0}), RewardScheme(once=("format",)))
+    assert not any(scheme.adds_rewards for scheme in (*selecting, RewardScheme(potential="p", potential_coef=0.0)))
+    paying: list[dict[str, Any]] = [{"turn_cost": 0.1}, {"overlong_tokens": 9}, {"potential": "p"}, {"process": "p"}]
+    assert all(RewardScheme(**options).adds_rewards for options in paying)
