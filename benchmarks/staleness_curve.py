@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from turngate.envs.shopping import ShoppingEnv, held_out_tasks, train_tasks
-from turngate.learners.objective import OffPolicy
+from turngate.learners.off_policy_choice import OffPolicy
 from turngate.learners.offpolicy import Correction
 from turngate.learners.recipes.shopping import shopping_grpo, shopping_policy
 from turngate.runtime import Limits, Runtime, train

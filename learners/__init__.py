@@ -13,7 +13,7 @@ from turngate.learners.filters import M2PO, OPSM, GeometricFilter
 from turngate.learners.grpo import GRPO
 from turngate.learners.hacking import HackingConfig
 from turngate.learners.losses import Clip
-from turngate.learners.objective import OffPolicy
+from turngate.learners.off_policy_choice import OffPolicy
 from turngate.learners.offpolicy import Correction
 from turngate.learners.optimizers import Schedule
 from turngate.learners.ppo import PPO

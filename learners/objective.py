@@ -24,21 +24,13 @@ from turngate.learners.losses import (
     unit_ppo_loss,
     weighted,
 )
-from turngate.learners.off_policy_choice import OffPolicy, OffPolicyName, require_off_policy_choice
+from turngate.learners.off_policy_choice import OffPolicy, OffPolicyName
 from turngate.learners.offpolicy import Correction, CorrectionUnit, interpolated_proximal, is_weights
 from turngate.learners.ratios import check_finite, log_ratio, unit_constants, unit_index
 from turngate.runtime.engine.model import Scores
 from turngate.runtime.errors import ConfigError, LearnerError
 
-__all__ = [
-    "KLPlace",
-    "Objective",
-    "OffPolicy",
-    "OffPolicyName",
-    "Surrogate",
-    "UpdateData",
-    "require_off_policy_choice",
-]
+__all__ = ["KLPlace", "Objective", "Surrogate", "UpdateData"]
 
 Surrogate: TypeAlias = Literal["clip", "cispo", "turn_prod", "turn_geo", "sequence_geo"]
 """`clip`: PPO per token. `cispo`: the clipped ratio is a constant weight, so that no token loses its gradient. The

@@ -23,15 +23,8 @@ from turngate.learners.hacking import HackingConfig, HackingMonitor
 from turngate.learners.logprobs import check_temperature
 from turngate.learners.losses import Clip
 from turngate.learners.mismatch import sampler_mismatch
-from turngate.learners.objective import (
-    KLPlace,
-    Objective,
-    OffPolicy,
-    OffPolicyName,
-    Surrogate,
-    UpdateData,
-    require_off_policy_choice,
-)
+from turngate.learners.objective import KLPlace, Objective, Surrogate, UpdateData
+from turngate.learners.off_policy_choice import OffPolicy, OffPolicyName, require_off_policy_choice
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
 from turngate.learners.parity import measure_parity, require_parity

@@ -15,7 +15,7 @@ from turngate.envs.base import End
 from turngate.learners import policy_state
 from turngate.learners.advantages.group import GroupScheme
 from turngate.learners.grpo import GRPO
-from turngate.learners.objective import OffPolicy
+from turngate.learners.off_policy_choice import OffPolicy
 from turngate.learners.offpolicy import Correction
 from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.step_credit import StepGroups

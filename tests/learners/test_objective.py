@@ -12,7 +12,8 @@ from turngate.learners.aggregation import token_weights
 from turngate.learners.batch import TokenBatch
 from turngate.learners.filters import M2PO, OPSM, GeometricFilter
 from turngate.learners.losses import Clip
-from turngate.learners.objective import Objective, OffPolicy, UpdateData
+from turngate.learners.objective import Objective, UpdateData
+from turngate.learners.off_policy_choice import OffPolicy
 from turngate.learners.offpolicy import Correction
 from turngate.runtime.engine.model import Scores
 from turngate.runtime.errors import ConfigError, LearnerError

@@ -22,7 +22,8 @@ from turngate.learners.aggregation import token_weights
 from turngate.learners.batch import TokenBatch, lay_out, microbatches
 from turngate.learners.filters import M2PO, OPSM, GeometricFilter
 from turngate.learners.losses import Clip, cispo_loss, ppo_loss, reinforce_loss, unit_ppo_loss, unit_ratio_loss
-from turngate.learners.objective import Objective, OffPolicy, UpdateData
+from turngate.learners.objective import Objective, UpdateData
+from turngate.learners.off_policy_choice import OffPolicy
 from turngate.learners.offpolicy import Correction, is_weights
 from turngate.runtime.engine.model import PolicyModel, Scores
 from turngate.runtime.errors import LearnerError
