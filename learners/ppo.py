@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from turngate.learners.credit import Credit, Keep, Scored
 from turngate.learners.critic import (
     Critic,
     CriticConfig,
+    ValueKind,
     ValueTargets,
     after_actions,
     last_values,
@@ -40,12 +42,20 @@ from turngate.learners.value_metrics import (
 )
 from turngate.learners.voting import critic_handling
 from turngate.runtime.engine.model import PolicyModel, Scores
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.files import write_atomically
 from turngate.runtime.types import Batch, Trajectory
 
 __all__ = ["PPO"]
 
+_KIND_FILE = "values.json"
 _EXCLUDED: tuple[str, ...] = ("failed", "unscorable", "no_last_context", "empty")
+
+
+class _Values(msgspec.Struct, frozen=True):
+    """What a checkpoint's value head puts out."""
+
+    kind: ValueKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,8 @@ class PPO(PolicyLearner):
 
     def load(self, folder: Path | None) -> None:
         """Get ready from a checkpoint, or from `model` when None, of which a critic of its own starts as a copy."""
+        if folder is not None:
+            self._check_kind(folder / _KIND_FILE)
         super().load(folder)
         if self.critic.place == "separate":
             start = self._loaded.model if folder is None else PolicyModel.load(folder / "critic")
@@ -165,10 +177,25 @@ class PPO(PolicyLearner):
     def save(self, folder: Path) -> None:
         """Write a checkpoint: the policy's, and the critic's under `critic`."""
         super().save(folder)
+        write_atomically(folder / _KIND_FILE, msgspec.json.encode(_Values(self.critic.kind)))
         if self._critic is not None:
             self._critic.save(folder / "critic")
         if self._replay is not None:
             self._replay.save(folder / "critic")
+
+    def _check_kind(self, path: Path) -> None:
+        """Raise when the head of a checkpoint says something else than values of this kind: a logit is no value."""
+        if not path.exists():
+            return  # from before it was written
+        try:
+            kind = msgspec.json.decode(path.read_bytes(), type=_Values).kind
+        except (OSError, msgspec.MsgspecError) as error:
+            raise LearnerError(f"checkpoint must be readable: {error} ({path}); use an older one") from error
+        if kind != self.critic.kind:
+            raise ConfigError(
+                f"the critic must be of the checkpoint's kind: expected {kind}, got {self.critic.kind} ({path}); use "
+                f"CriticConfig(kind={kind!r}), or start anew"
+            )
 
     def _policy_from(self, folder: Path) -> PolicyModel:
         model = super()._policy_from(folder)

@@ -25,7 +25,7 @@ from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.turns import turn_tokens
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import Batch, Segment, Trajectory, Turn
 
 REWARDS = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
@@ -80,6 +80,17 @@ def test_save_load_update_equals_update_bit_for_bit(
     for batch in batches[1:]:
         second.update(batch)
     assert same(weights(straight), weights(second))
+
+
+@pytest.mark.parametrize("place", ["separate", "trunk"])
+def test_a_checkpoint_whose_head_says_something_else_is_refused(folder: Path, tmp_path: Path, place: Any) -> None:
+    learner(folder, critic=CriticConfig(place=place, kind="success")).save(tmp_path / "checkpoint")
+    other = PPO(folder, critic=CriticConfig(place=place, kind="scalar"))
+    with pytest.raises(ConfigError, match="must be of the checkpoint's kind: expected success, got scalar"):
+        other.load(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "values.json").write_bytes(b"{")
+    with pytest.raises(LearnerError, match="checkpoint must be readable"):
+        other.load(tmp_path / "checkpoint")
 
 
 def test_published_weights_fit_the_model_that_is_served(lab: Any, folder: Path, tmp_path: Path) -> None:
