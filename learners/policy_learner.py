@@ -4,7 +4,6 @@ One update: who trains -> token batch -> log-probs of the policy as it is -> che
 on random parts -> report. `GRPO` and `PPO` say who trains and what each token's advantage is.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,13 @@ from torch import Tensor
 
 from turngate.learners.aggregation import AGGREGATIONS, Aggregation, token_weights
 from turngate.learners.batch import TokenBatch, lay_out, microbatches, minibatches
+from turngate.learners.checks import (
+    require_ess,
+    require_fresh,
+    require_scores,
+    require_whole_vocabulary,
+    warn_of_unpaid,
+)
 from turngate.learners.credit import Credit, Keep, Scored
 from turngate.learners.critic import ValueTargets
 from turngate.learners.hacking import HackingConfig, HackingMonitor
@@ -41,7 +47,6 @@ __all__ = ["Credit", "Keep", "Parity", "PolicyLearner", "Scored"]
 Parity: TypeAlias = Literal["error", "report"]
 """What a difference between sampler and learner at lag 0 is on the first batches: an error, or only a metric."""
 
-_log = logging.getLogger("turngate.learner")
 _UNIT_SIZES = ("token", "turn", "trajectory")
 
 
@@ -119,12 +124,8 @@ class PolicyLearner(ABC):
         if self.parity not in ("error", "report"):
             raise ConfigError(f"parity must be error or report: got {self.parity!r}")
         check_temperature(self.sampling.temperature)
-        if (self.sampling.top_p < 1.0 or self.sampling.top_k > 0) and not self.allow_truncated_sampling:
-            raise ConfigError(
-                "sampling must keep the whole vocabulary to form ratios: "
-                f"got top_p={self.sampling.top_p}, top_k={self.sampling.top_k}; "
-                "use top_p=1, top_k=0, or allow_truncated_sampling=True and accept the bias"
-            )
+        if not self.allow_truncated_sampling:
+            require_whole_vocabulary(self.sampling)
         if self.updates and not self.schedule.total_updates:
             self.schedule = msgspec.structs.replace(self.schedule, total_updates=self.updates)
         ratio, advantage = self.objective.ratio_unit, self.advantage_unit
@@ -208,7 +209,9 @@ class PolicyLearner(ABC):
         """
         state = self._loaded
         # 1. Who trains; lay their tokens out.
-        self._require_rewards(batch)
+        if state.updates == 0:
+            require_scores(self.rewards, batch)
+        self._has_warned = self._has_warned or warn_of_unpaid(self.rewards, batch)
         keep, metrics = self._select(batch)
         tokens = lay_out(batch, keep, vocabulary_size=state.model.config.vocab_size)
         # 2. The policy as it is now: anchor of the clip, and the check that sampler and learner agree.
@@ -268,13 +271,14 @@ class PolicyLearner(ABC):
     def _measure(self, tokens: TokenBatch, proximal_N: Tensor, entropy_N: Tensor, version: int) -> dict[str, float]:
         """Return how policy and sampler differ; raise where they must not."""
         state = self._loaded
-        self._require_fresh(tokens, version)
+        require_fresh(self.off_policy, tokens, version)
         parity = measure_parity(tokens, proximal_N, policy_version=version)
         if self.parity == "error" and parity.tokens and state.parity_batches < self.parity_batches:
             require_parity(parity, self.parity_tolerance)
             state.parity_batches += 1
         metrics = sampler_mismatch(tokens, proximal_N, policy_version=version)
-        self._require_sample(metrics["ess_token_ratio"] if tokens.policy_tokens else 1.0)
+        ess_ratio = metrics["ess_token_ratio"] if tokens.policy_tokens else 1.0
+        require_ess(state, ess_ratio, at_least=self.min_ess_ratio, batches=self.min_ess_batches)
         return metrics | {
             "entropy": float(entropy_N[tokens.mask_N].mean()) if tokens.policy_tokens else 0.0,
             "policy_tokens": float(tokens.policy_tokens),
@@ -297,34 +301,6 @@ class PolicyLearner(ABC):
         )
         return compute_panels(data) | watch_rewards(self._loaded.monitor, data, kl=kl)
 
-    def _require_rewards(self, batch: Batch) -> None:
-        """Raise when the first batch lacks a score that the rewards rely on; components may be rare: say so once."""
-        trajectories = [t for group in batch.groups for t in group.trajectories if t.end.is_terminal]
-        missing = set(self.rewards.absent(trajectories))
-        scores = missing & set(self.rewards.scores)
-        if self._loaded.updates == 0 and trajectories and scores:
-            given = sorted({name for t in trajectories for turn in t.turns for name in turn.scores})
-            raise ConfigError(
-                f"scores must be there to learn from: no turn of the first batch has one called "
-                f"{', '.join(sorted(scores))}, they have {', '.join(given) or 'no scores at all'}; the scorer failed "
-                "every time (its first failure is in the log), or has another name"
-            )
-        if (components := missing - scores) and not self._has_warned:
-            self._has_warned = True
-            paid = sorted({name for t in trajectories for turn in t.turns for name in turn.rewards})
-            _log.warning(
-                "rewards rely on components that nobody was paid in a batch with successes: %s; paid were %s; correct "
-                "the names, unless they are rare",
-                ", ".join(sorted(components)),
-                ", ".join(paid) or "none",
-            )
-
-    def _require_fresh(self, tokens: TokenBatch, version: int) -> None:
-        """Raise when old tokens came in and nobody said how to correct for that."""
-        if self.off_policy is None:
-            lag_P = version - tokens.versions_N[tokens.mask_N]
-            require_off_policy_choice(None, int(lag_P.max()) if len(lag_P) else 0)
-
     @property
     def needs_scores(self) -> tuple[str, ...]:
         """Tells the runtime which scorers must be there."""
@@ -336,16 +312,6 @@ class PolicyLearner(ABC):
         Raises: ConfigError: there is none; the message explains the options.
         """
         require_off_policy_choice(self.off_policy, max_staleness)
-
-    def _require_sample(self, ess_ratio: float) -> None:
-        """Raise when the batches have said nothing for too long."""
-        state = self._loaded
-        state.low_ess_batches = state.low_ess_batches + 1 if ess_ratio < self.min_ess_ratio else 0
-        if state.low_ess_batches >= self.min_ess_batches:
-            raise LearnerError(
-                f"effective sample size must be at least {self.min_ess_ratio} of the tokens: got {ess_ratio:.3f} "
-                f"after {self.min_ess_batches - 1} batches as low; lower max_staleness or the learning rates"
-            )
 
     def _step(
         self, state: PolicyState, data: UpdateData, values: ValueTargets | None, rows: list[int], tally: StepTally
