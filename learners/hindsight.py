@@ -112,7 +112,7 @@ def relabel(
 ) -> Trajectory:
     """Return the episode as it would have gone for another task: rewards and termination anew, cut where that is over.
 
-    Not trainable: token arrays, scores and predicted values belong to the old goal and are left out.
+    Not trainable: token arrays and scores belong to the old goal and are left out.
     Args: goal: the task in whose light to look at it. reward_fn: the environment's word on each turn under that task.
     restate: puts the new goal where the messages before the first action state the old one.
     Raises: LearnerError: a failed episode, or one that had reached an end of its own and that the new task neither ends
@@ -252,7 +252,7 @@ def _check_step(step: HindsightStep, where: str) -> None:
 def _retold(turn: Turn, step: HindsightStep) -> Turn:
     # No tokens: `length` 0 is how a record says that none of the policy's are here.
     return msgspec.structs.replace(
-        turn, segment=0, start=0, length=0, rewards={"outcome": step.reward}, scores={}, value=None, snapshot=None
+        turn, segment=0, start=0, length=0, rewards={"outcome": step.reward}, scores={}, snapshot=None
     )
 
 

@@ -122,7 +122,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     model_s: float = 0.0
     env_s: float = 0.0
     """Seconds waited for the model and for the environment."""
-    value: float | None = None
     snapshot: Snapshot | None = None
     """State before the action, when the rollout was asked to keep snapshots."""
     state: dict[str, Any] | None = None

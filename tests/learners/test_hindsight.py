@@ -51,7 +51,6 @@ def episode(*reached: str, end: End = End.failure, injected: int = 0) -> Traject
                 state={"has": thing},
                 rewards={"outcome": 0.0, "luck": 1.0},
                 scores={"judge": 0.5},
-                value=0.25,
                 snapshot=Snapshot("shop", b""),
                 injected=i < injected,
             )
@@ -163,7 +162,7 @@ def test_reward_is_asked_for_no_turn_behind_the_end() -> None:
 def test_nothing_of_the_old_goal_is_left() -> None:
     trajectory = relabelled("A", "B")
     assert (trajectory.segments, trajectory.last_context, trajectory.group_id) == ((), b"", "")
-    assert all((t.scores, t.value, t.snapshot, t.length) == ({}, None, None, 0) for t in trajectory.turns)
+    assert all((t.scores, t.snapshot, t.length) == ({}, None, 0) for t in trajectory.turns)
     assert trajectory.id == "t.hindsight"
     assert trajectory.policy_tokens == 0
 

@@ -29,6 +29,16 @@ def test_trajectories_survive_the_file_exactly(tmp_path):
     assert trajectories[1].last_context != b""
 
 
+def test_fields_that_records_no_longer_have_are_skipped(tmp_path):
+    path = tmp_path / "old.jsonl"
+    trajectory = episode()
+    write_trajectories(path, [trajectory])
+    old = path.read_text().replace('"model_s":', '"value":null,"model_s":')
+    assert old.count("value") == len(trajectory.turns) > 0
+    path.write_text(old)
+    assert list(read_trajectories(path)) == [trajectory]
+
+
 def test_a_broken_line_is_named(tmp_path):
     path = tmp_path / "some.jsonl"
     write_trajectories(path, [episode()])
