@@ -350,6 +350,9 @@ class PPO(PolicyLearner):
         share = bootstrap_share([e.trajectory.end for e in episodes])
         if share is not None:
             metrics["bootstrap_share"] = share
+        if cut := [e for e in episodes if e.bootstrap is not None]:
+            # Without the environment's last answer: the next prompt was never tokenised, V of what is there is used.
+            metrics["bootstrap_prefix_fraction"] = sum(not e.trajectory.last_context_is_whole for e in cut) / len(cut)
         if not ended:
             return metrics
         values = [values_N[torch.stack([at[0] for at in e.positions])] for e in ended]

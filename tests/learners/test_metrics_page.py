@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from turngate.envs.base import End
@@ -55,7 +56,8 @@ def batch(lab: Any, model: PolicyModel, seed: int) -> Batch:
     made = lab.sample_batch(model, REWARDS, seed=seed, policy_version=3, version=2)
     first = made.groups[0].trajectories[0]
     wrong = msgspec.structs.replace(first, turns=(msgspec.structs.replace(first.turns[0], valid=False), first.turns[1]))
-    cut = msgspec.structs.replace(made.groups[0].trajectories[1], end=End.turn_limit)
+    context = np.asarray([1, 2, 3], np.int32).tobytes()
+    cut = msgspec.structs.replace(made.groups[0].trajectories[1], end=End.turn_limit, last_context=context)
     members = (wrong, cut, *made.groups[0].trajectories[2:])
     groups = (msgspec.structs.replace(made.groups[0], trajectories=members), made.groups[1])
     return msgspec.structs.replace(made, groups=groups)

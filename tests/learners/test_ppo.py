@@ -254,6 +254,20 @@ def test_b3_4_b3_5_a_cut_episode_bootstraps_from_its_last_context(
     assert credit.metrics["bootstrap_share"] == pytest.approx(1 / 12)
 
 
+def test_cut_episodes_that_bootstrap_without_the_last_answer_are_counted(
+    lab: Any, folder: Path, model: PolicyModel
+) -> None:
+    ppo, batch = outspoken(folder), lab.sample_batch(model, REWARDS)
+    assert "bootstrap_prefix_fraction" not in credited(ppo, batch)[1].metrics
+    group, *others = batch.groups
+    first, second, third, *members = group.trajectories
+    answered = msgspec.structs.replace(cut(second, [8, 8]), last_context_is_whole=True)
+    members = [cut(first, [1, 5, 9]), answered, cut(third, [2, 4], End.timeout), *members]
+    group = msgspec.structs.replace(group, trajectories=tuple(members))
+    _, credit, _ = credited(ppo, msgspec.structs.replace(batch, groups=(group, *others)))
+    assert credit.metrics["bootstrap_prefix_fraction"] == pytest.approx(2 / 3)
+
+
 def _with_context(context: list[int], trajectory: Trajectory) -> Trajectory:
     return cut(trajectory, context, end=trajectory.end)
 
