@@ -9,6 +9,7 @@ import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -231,7 +232,7 @@ class _ProcessChannel:
         os.environ.update(added)
         try:
             self._process.start()
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError, RecursionError, pickle.PicklingError) as error:
             raise LearnerError(
                 f"the learner must be picklable before load(): {error}; build models and optimizers in load(), "
                 "define its class, and functions it is given, at module level, or pass worker='thread'"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -160,12 +161,22 @@ async def test_a_script_that_leaves_its_worker_open_ends() -> None:
     assert await _end_of_script("pass", kill=False) == 0
 
 
-async def test_an_unpicklable_learner_is_refused_with_advice() -> None:
-    class Local(CountingLearner):
-        pass
+class Unwilling:
+    """Refuses to be pickled, in words of its own."""
 
+    def __reduce__(self) -> str:
+        raise ValueError("not me")
+
+
+at_module_level: Callable[[], int] = lambda: 0
+
+
+@pytest.mark.parametrize("what", [at_module_level, lambda: 0, Unwilling(), threading.Lock()])
+async def test_an_unpicklable_learner_is_refused_with_advice(what: object) -> None:
+    learner = CountingLearner()
+    learner.given = what
     with pytest.raises(LearnerError, match="picklable before load"):
-        async with start_learner(Local()):
+        async with start_learner(learner):
             pass
 
 
