@@ -106,7 +106,7 @@ def check_messages(shown: Sequence[Message], context: str) -> None:
         elif bad := _text_problem(message.content):
             problem = f"must have a content that can be sent: it {bad}"
         elif message.tool_call_id and (bad := _text_problem(message.tool_call_id)):
-            problem = f"must have a tool_call_id that can be sent: it {bad}"
+            problem = f"must have tool calls that can be sent: tool_call_id {bad}"
         elif bad := _calls_problem(message.tool_calls):
             problem = f"must have tool calls that can be sent: {bad}"
         else:

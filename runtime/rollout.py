@@ -265,9 +265,9 @@ class _Episode:
             shown = await self._shown(history)
             # The server's own tokens, on any server that returns them; a prompt alone cannot be asked for everywhere.
             sampled = await self._sample(shown, msgspec.structs.replace(self._sampling, max_tokens=1), len(self._turns))
+            self._keep_last_context(sampled.completion)
         except (EndpointError, ToolError):
             return  # what was recorded last has to do: the episode itself went well
-        self._keep_last_context(sampled.completion)
 
     def _keep_last_context(self, completion: Completion) -> None:
         self._has_looked = True

@@ -19,6 +19,7 @@ from turngate.runtime.errors import (
     ToolError,
 )
 from turngate.runtime.events import Event, Events, RolloutFinished, RolloutStarted, TurnFinished
+from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.limits import Limits
 from turngate.runtime.recorder import Recorder
 from turngate.runtime.rollout import run_rollout
@@ -269,7 +270,13 @@ def test_an_environments_own_truncation_has_a_whole_last_context_too():
     assert last_context(trajectory) == render_ids(trajectory.messages)
 
 
-@pytest.mark.parametrize("error", [EndpointError("gone"), EndpointTimeout("late"), ContextOverflow("too long")])
+GARBLED = Completion("x", prompt_token_ids=JsonIds(b'[1,"x"]'))  # noticed once somebody reads it
+
+
+@pytest.mark.parametrize(
+    "error",
+    [EndpointError("gone"), EndpointTimeout("late"), ContextOverflow("too long"), GARBLED],
+)
 def test_a_last_context_that_cannot_be_had_is_the_prefix(error):
     trajectory = play(script=["one", "two", error], limits=Limits(max_turns=2), last_contexts=True)
     assert (trajectory.end, trajectory.error) == (End.turn_limit, "")
