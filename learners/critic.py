@@ -19,15 +19,17 @@ from turngate.learners.batch import TokenBatch, length_sorted, microbatches, min
 from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.optimizers import MuonAdamW
 from turngate.learners.value_losses import value_bce, value_loss_clipped
+from turngate.learners.voting import critic_handling
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import Ints, pack
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.types import NO_TURN
+from turngate.runtime.types import NO_TURN, Trajectory
 
 __all__ = [
     "Critic",
     "CriticConfig",
     "ValueKind",
+    "ValueReader",
     "ValueTargets",
     "after_actions",
     "last_values",
@@ -200,6 +202,27 @@ def after_actions(tokens: TokenBatch, *, max_length: int) -> TokenBatch:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ValueReader:
+    """Reads values off a model as it is when asked."""
+
+    model: PolicyModel
+    config: CriticConfig
+    microbatch_tokens: int
+
+    def values(self, tokens: TokenBatch) -> Tensor:
+        """Return V before every masked-in token; see `read_values`."""
+        return read_values(self.model, tokens, self.config, microbatch_tokens=self.microbatch_tokens)
+
+    def bootstraps(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
+        """Return V of the last context of every episode that was cut short, None for the others; see `last_values`."""
+        cut = [i for i, t in enumerate(trajectories) if critic_handling(t.end) == "bootstrap"]
+        contexts = [np.frombuffer(trajectories[i].last_context, np.int32) for i in cut]
+        values_K = last_values(self.model, contexts, self.config, microbatch_tokens=self.microbatch_tokens)
+        found = dict(zip(cut, values_K.tolist(), strict=True))
+        return [found.get(i) for i in range(len(trajectories))]
+
+
 class Critic:
     """A critic that is a model of its own.
 
@@ -208,6 +231,7 @@ class Critic:
 
     def __init__(self, model: PolicyModel, config: CriticConfig, *, seed: int, microbatch_tokens: int) -> None:
         self.model, self.config, self._microbatch_tokens = model, config, microbatch_tokens
+        self.reader = ValueReader(model, config, microbatch_tokens)
         self.optimizer = MuonAdamW(model, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
         self.generator = torch.Generator().manual_seed(seed)
         self.version = 0
@@ -217,11 +241,7 @@ class Critic:
 
     def values(self, tokens: TokenBatch) -> Tensor:
         """Return V before every masked-in token; see `read_values`."""
-        return read_values(self.model, tokens, self.config, microbatch_tokens=self._microbatch_tokens)
-
-    def last_values(self, contexts: Sequence[Ints]) -> Tensor:
-        """Return V after each context; see `last_values`."""
-        return last_values(self.model, contexts, self.config, microbatch_tokens=self._microbatch_tokens)
+        return self.reader.values(tokens)
 
     def learn(self, tokens: TokenBatch, targets: ValueTargets, *, epochs: int | None = None) -> dict[str, float]:
         """Take a few optimizer steps towards the targets and return how they went.

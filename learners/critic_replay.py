@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
 from turngate.envs.base import Task
 from turngate.learners.batch import TokenBatch, lay_out
 from turngate.learners.checkpoint import read_state, write_state
-from turngate.learners.critic import Critic, ValueTargets, after_actions, last_values, read_values
+from turngate.learners.critic import Critic, ValueReader, ValueTargets, after_actions
 from turngate.learners.policy_state import score_tokens
 from turngate.learners.replay import ReplayConfig, ReplayStore, as_batch, trajectory_lag
 from turngate.learners.replay_targets import ReplayTargets, TargetChoice, TargetKind, choose_target, state_value_targets
 from turngate.learners.target_network import TargetNetwork
 from turngate.learners.targets import TurnSteps, q_one_step, retrace
 from turngate.learners.turns import RewardsOf, action_turns, turn_tokens
-from turngate.learners.voting import critic_handling
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.types import Trajectory
@@ -80,6 +78,7 @@ class CriticReplay:
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
         self.store = ReplayStore(config)
         self.target = TargetNetwork(critic.model, tau=config.target_tau)
+        self._reader = ValueReader(self.target.module, critic.config, microbatch_tokens)
         self.generator = torch.Generator().manual_seed(seed)
 
     def __repr__(self) -> str:
@@ -123,7 +122,7 @@ class CriticReplay:
         limit, temperature = self._microbatch_tokens, self._temperature
         logprobs_N, _ = score_tokens(policy, tokens, temperature=temperature, microbatch_tokens=limit)
         gaps_N = logprobs_N.to(torch.float64) - tokens.behaviour_logprobs_N.to(torch.float64)
-        values_N, bootstraps = self._values(tokens), self._bootstraps(drawn)
+        values_N, bootstraps = self._reader.values(tokens), self._reader.bootstraps(drawn)
         steps: list[TurnSteps] = []
         positions: list[list[int]] = []
         for number, turns in turn_tokens(tokens).items():
@@ -139,7 +138,7 @@ class CriticReplay:
         if not self._critic.config.action_values:
             return None
         ends = after_actions(tokens, max_length=self._critic.model.config.max_context)
-        values_N, found = self._values(ends), turn_tokens(ends)
+        values_N, found = self._reader.values(ends), turn_tokens(ends)
         positions: list[list[int]] = []
         for number, step in enumerate(steps):
             at = [int(where[0]) for where in found.get(number, {}).values()]
@@ -209,18 +208,6 @@ class CriticReplay:
             mask_N[list(at)] = True
         old_N = self._critic.values(tokens.masked(mask_N))
         return self._critic.learn(tokens, ValueTargets(targets_N, mask_N, old_N), epochs=1)
-
-    def _values(self, tokens: TokenBatch) -> Tensor:
-        config, limit = self._critic.config, self._microbatch_tokens
-        return read_values(self.target.module, tokens, config, microbatch_tokens=limit)
-
-    def _bootstraps(self, drawn: Sequence[Trajectory]) -> list[float | None]:
-        cut = [i for i, t in enumerate(drawn) if critic_handling(t.end) == "bootstrap"]
-        contexts = [np.frombuffer(drawn[i].last_context, np.int32) for i in cut]
-        config, limit = self._critic.config, self._microbatch_tokens
-        values = last_values(self.target.module, contexts, config, microbatch_tokens=limit).tolist()
-        found = dict(zip(cut, values, strict=True))
-        return [found.get(i) for i in range(len(drawn))]
 
 
 def _lean(trajectory: Trajectory) -> Trajectory:

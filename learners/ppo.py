@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +20,9 @@ from turngate.learners.critic import (
     Critic,
     CriticConfig,
     ValueKind,
+    ValueReader,
     ValueTargets,
     after_actions,
-    last_values,
-    read_values,
     with_value_head,
 )
 from turngate.learners.critic_replay import CriticReplay
@@ -230,7 +228,7 @@ class PPO(PolicyLearner):
         tokens = scored.tokens
         generated = tokens.masked(tokens.generated_N)
         # 1. What the critic expects, and what each episode says to that.
-        values_N = self._values(generated)
+        values_N = self._reader.values(generated)
         episodes = self._episodes(scored.batch, scored.keep, generated)
         credits = [self._episode_credit(episode, values_N, scored.kl_N) for episode in episodes]
         metrics = self._critic_metrics(episodes, credits, values_N)
@@ -261,28 +259,22 @@ class PPO(PolicyLearner):
             values=None if self._critic is not None else targets,
         )
 
-    def _values(self, tokens: TokenBatch) -> Tensor:
+    @property
+    def _reader(self) -> ValueReader:
+        """What expectations are read off: the critic of its own, or the head on the trunk."""
         if self._critic is not None:
-            return self._critic.values(tokens)
-        return read_values(self._loaded.model, tokens, self.critic, microbatch_tokens=self.microbatch_tokens)
-
-    def _last_values(self, trajectories: list[Trajectory]) -> list[float]:
-        contexts = [np.frombuffer(t.last_context, np.int32) for t in trajectories]
-        if self._critic is not None:
-            return self._critic.last_values(contexts).tolist()
-        model, limit = self._loaded.model, self.microbatch_tokens
-        return last_values(model, contexts, self.critic, microbatch_tokens=limit).tolist()
+            return self._critic.reader
+        return ValueReader(self._loaded.model, self.critic, self.microbatch_tokens)
 
     def _episodes(self, batch: Batch, keep: Keep, tokens: TokenBatch) -> list[_Episode]:
         kept = list(kept_trajectories(batch, keep))
-        cut = [(number, t) for number, t in kept if critic_handling(t.end) == "bootstrap"]
-        bootstraps = dict(zip([n for n, _ in cut], self._last_values([t for _, t in cut]), strict=True))
+        bootstraps = self._reader.bootstraps([trajectory for _, trajectory in kept])
         positions = turn_tokens(tokens)
         episodes: list[_Episode] = []
-        for number, trajectory in kept:
+        for (number, trajectory), bootstrap in zip(kept, bootstraps, strict=True):
             actions = action_turns(trajectory, self.turn_rewards(trajectory))
             where = tuple(positions[number][turn] for turn in actions.turns)
-            episodes.append(_Episode(number, trajectory, actions, where, bootstraps.get(number)))
+            episodes.append(_Episode(number, trajectory, actions, where, bootstrap))
         return episodes
 
     def _episode_credit(self, episode: _Episode, values_N: Tensor, kl_N: Tensor | None) -> EpisodeCredit:

@@ -152,10 +152,9 @@ async def test_i1_token_q_is_turn_q_at_the_last_token_of_every_recorded_action(
     last = torch.stack([at[-1] for at in where])
     # Turn-Q, from a recursion over turns alone that reads V at the start of each and at the last context.
     expected: list[Tensor] = []
-    bootstraps = ppo._last_values([t for t in trajectories if t.end.is_truncation])
-    for number, trajectory in enumerate(trajectories):
+    bootstraps = ppo._reader.bootstraps(trajectories)
+    for number, (trajectory, bootstrap) in enumerate(zip(trajectories, bootstraps, strict=True)):
         at = torch.stack([at[0] for at in turn_tokens(tokens)[number].values()])
-        bootstrap = bootstraps.pop(0) if trajectory.end.is_truncation else None
         rewards_T = action_turns(trajectory, recorded_rewards(trajectory)).rewards_T
         expected.append(_turn_q(rewards_T, values_N[at], 0.0 if bootstrap is None else bootstrap, 0.97, 0.9))
     turn_q = torch.cat(expected)

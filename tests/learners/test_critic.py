@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from turngate.learners.batch import TokenBatch, lay_out
 from turngate.learners.critic import (
     Critic,
     CriticConfig,
+    ValueReader,
     ValueTargets,
     after_actions,
     last_values,
@@ -121,6 +124,22 @@ def test_a_head_is_added_to_a_copy_and_kept_where_there_is_one(model: PolicyMode
 def test_a_model_without_a_head_is_refused(lab: Any, model: PolicyModel) -> None:
     with pytest.raises(LearnerError, match="must have a value head"):
         read_values(model, tokens_of(lab, spoken((2, 1))), SUCCESS, microbatch_tokens=9)
+
+
+def test_only_cut_episodes_are_given_a_bootstrap_and_each_its_own(model: PolicyModel) -> None:
+    reader = ValueReader(headed(model), SCALAR, 100)
+
+    def ending(end: End, *context: int) -> Trajectory:
+        ids = np.asarray(context, np.int32).tobytes()
+        return msgspec.structs.replace(spoken((2, 1)), end=end, last_context=ids)
+
+    episodes = [
+        ending(End.turn_limit, 4, 5), ending(End.success, 6, 7), ending(End.budget), ending(End.timeout, 8, 9, 3)
+    ]  # fmt: skip
+    cut, ended, budget, late = reader.bootstraps(episodes)
+    assert (ended, budget) == (None, None)
+    assert (cut, late) == pytest.approx((direct(reader.model, [4, 5]), direct(reader.model, [8, 9, 3])), abs=1e-5)
+    assert reader.bootstraps([]) == []
 
 
 @pytest.mark.parametrize("read", ["values", "last_values"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from turngate.envs.base import End, Task
 from turngate.learners.batch import TokenBatch, lay_out
-from turngate.learners.critic import CriticConfig, ValueTargets, after_actions
+from turngate.learners.critic import CriticConfig, ValueReader, ValueTargets, after_actions
 from turngate.learners.episode_credit import GAEConfig, compute_episode_credit
 from turngate.learners.grpo import GRPO
 from turngate.learners.policy_learner import Credit, Scored
@@ -437,14 +437,14 @@ def test_a_rewritten_context_is_no_end_of_an_episode(
         for batch in (one, many):
             ppo = learner(folder, credit=config, whiten=False)
 
-            def agreed(tokens: TokenBatch) -> Tensor:
+            def agreed(_: ValueReader, tokens: TokenBatch) -> Tensor:
                 values_N = torch.zeros(len(tokens.mask_N))
                 for number, turns in turn_tokens(tokens).items():
                     for turn, at in turns.items():
                         values_N[at] = 0.1 * (1 + number) + 0.2 * turn + 0.03 * torch.arange(len(at))
                 return values_N
 
-            monkeypatch.setattr(ppo, "_values", agreed)
+            monkeypatch.setattr(ValueReader, "values", agreed)
             tokens, credit, _ = credited(ppo, batch)
             where = turn_tokens(tokens)
             made.append([credit.advantages_N[at].tolist() for turns in where.values() for at in turns.values()])
