@@ -6,6 +6,7 @@ and whatever it writes (a summary, say) is part of the environment's transition,
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 from turngate.runtime.errors import ConfigError
@@ -36,7 +37,7 @@ class History:
         """Return the history that `messages` came from: each assistant message is an action, and starts a turn."""
         starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
         history = cls(messages[: starts[0]] if starts else messages)
-        for start, stop in zip(starts, [*starts[1:], len(messages)], strict=True):
+        for start, stop in pairwise([*starts, len(messages)]):
             history.append_turn(messages[start], messages[start + 1 : stop])
         return history
 

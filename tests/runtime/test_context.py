@@ -32,6 +32,14 @@ def test_history_knows_its_head_and_turns():
     assert texts(history.turn_messages(1, 2)) == ["a1", "o1"]
 
 
+def test_a_history_is_read_back_from_its_messages_also_before_any_turn():
+    for turns in range(3):
+        again = History.of(history_of(turns).messages)
+        assert (again.turns, texts(again.head), texts(again.messages)) == (
+            turns, ["s", "task"], texts(history_of(turns).messages),
+        )  # fmt: skip
+
+
 def test_a_turn_has_as_many_messages_as_the_environment_answers():
     history = History([TASK])
     history.append_turn(
