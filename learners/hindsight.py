@@ -161,7 +161,8 @@ def hindsight_dialogues(trajectories: Iterable[Trajectory]) -> list[tuple[Messag
 def value_examples(trajectory: Trajectory, *, gamma: float) -> list[ValueExample]:
     """Return the history before each turn of a relabelled episode with the discounted return that followed it.
 
-    Episodes that were cut short give none: what would have followed is not known.
+    Episodes that were cut short give none: what would have followed is not known. `hindsight_value_batch` makes
+    of examples what a critic learns from.
     Raises: LearnerError: the episode was not relabelled, or its messages do not hold its turns.
     """
     if not 0 <= gamma <= 1:
