@@ -16,8 +16,8 @@ __all__ = ["Detector", "ObservedAction", "action_key", "invalid_actions", "repea
 class ObservedAction(NamedTuple):
     """One turn, as far as a detector needs it."""
 
-    observation: str | None
-    """What the agent had seen last when it acted; None at the start of the episode, before any answer."""
+    observation: str
+    """What the environment had said last when the agent acted."""
     action: Action
     valid: bool = True
     """The environment's own word (`Step.valid`)."""

@@ -241,13 +241,15 @@ class RewardScheme:
     def _scored(self, trajectory: Trajectory, gamma: float) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
         terminated = trajectory.end.is_terminal
+        # An episode that began in a state somebody else reached starts from what that state was worth.
+        known = dict(trajectory.restarted_from.scores) if trajectory.restarted_from is not None else {}
         own_T = torch.tensor([turn.length > 0 for turn in trajectory.turns], dtype=torch.bool)
         if self.potential is not None:
             made[f"shaping_{self.potential}"] = self.potential_coef * potential_shaping(
                 _scores(trajectory, self.potential),
                 gamma=gamma,
                 terminated=terminated,
-                start=self.potential_start,
+                start=known.get(self.potential, self.potential_start),
                 is_own_T=own_T,
             )
         if self.process is not None:
@@ -255,16 +257,15 @@ class RewardScheme:
             if self.process_form == "min":
                 scores_T = min_form(scores_T, temperature=self.min_temperature)
             elif self.process_form == "progress":
-                scores_T = progress_form(
-                    scores_T, gamma=gamma, terminated=terminated, start=self.process_start, is_own_T=own_T
-                )
+                start = known.get(self.process, self.process_start)
+                scores_T = progress_form(scores_T, gamma=gamma, terminated=terminated, start=start, is_own_T=own_T)
             made[f"process_{self.process}"] = self.process_coef * scores_T
         return made
 
 
 def observed_actions(trajectory: Trajectory) -> list[ObservedAction]:
     """Return a trajectory's turns as detectors take them."""
-    observation: str | None = None
+    observation = trajectory.first_observation
     steps: list[ObservedAction] = []
     for turn in trajectory.turns:
         steps.append(ObservedAction(observation, Action(turn.text, turn.tool_calls), turn.valid))

@@ -42,13 +42,13 @@ class StepGroups:
 
 
 def observation_keys(trajectory: Trajectory) -> Sequence[Hashable]:
-    """Name the situation before each turn by what the environment said last; all members of a group start alike.
+    """Name the situation before each turn by what the environment said last.
 
     Good where that says where one is; clocks, counters or random ids in it make every situation one of its own, which
     the metric `step_singleton_fraction` shows.
     """
     # An episode may end before its first turn: the slice is for that.
-    return [None, *(turn.observation for turn in trajectory.turns)][: len(trajectory.turns)]
+    return [trajectory.first_observation, *(turn.observation for turn in trajectory.turns)][: len(trajectory.turns)]
 
 
 def step_group_credit(

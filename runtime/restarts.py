@@ -292,7 +292,7 @@ def find_restart_points(trajectory: Trajectory, config: Restarts) -> list[Restar
         oldest = before.version_sent if oldest is None else min(oldest, before.version_sent)
         reason = _reason(_Taken(trajectory, earlier, before, config))
         if reason is not None and turn.snapshot is not None:
-            origin = RestartedFrom(trajectory.id, turn.index, oldest, reason)
+            origin = RestartedFrom(trajectory.id, turn.index, oldest, reason, tuple(before.scores.items()))
             points.append(RestartPoint(trajectory.task, turn.snapshot, trajectory.messages[:start], origin))
     return points
 

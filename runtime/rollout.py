@@ -102,6 +102,7 @@ class _Episode:
     # State, changed as the episode goes on.
     _env: EpisodeEnv  # made by play(), closed by aclose()
     _history: History | None  # None until the environment has been reset
+    _first_observation: str  # what the environment said before the first turn
     _turns: list[Turn]  # finished turns
     _pending: "_Sampled | None"  # an action recorded and not yet answered by the environment
     _end: End | None  # how the episode ended, once that is settled
@@ -134,6 +135,7 @@ class _Episode:
         self._last_contexts, self._start, self._injection = last_contexts, start, injection
         self._history = self._pending = self._end = None
         self._turns = []
+        self._first_observation = ""
         self._has_looked = False
         self._tools: tuple[ToolSpec, ...] = ()
         self._recorder = Recorder()
@@ -209,11 +211,13 @@ class _Episode:
         if start is not None:
             await env.restore(start.snapshot, derive_seed(self._env_seed, "restore"))
             self._history = History.of(start.messages)
+            self._first_observation = _said_last(start.messages)
             return self._history
         head = [Message("system", observation.system)] if observation.system else []
         # The model must be told something: the task's own words stand in for an empty first observation.
         head += answer_messages(observation) or [Message("user", self._task.prompt)]
         self._history = History(head)
+        self._first_observation = _said_last(head)
         return self._history
 
     def _allowed_sampling(self) -> Sampling | None:
@@ -354,6 +358,7 @@ class _Episode:
             member=self._member,
             seed=self._seed,
             restarted_from=self._start.restarted_from if self._start is not None else None,
+            first_observation=self._first_observation,
             turns=tuple(self._turns),
             segments=recorder.segments(),
             end=end,
@@ -372,6 +377,16 @@ class _Episode:
 
     def _where(self, what: str) -> str:
         return writable(f"{what} (trajectory {self._id}, turn {len(self._turns)})")
+
+
+def _said_last(messages: Sequence[Message]) -> str:
+    """Return what the environment said after the last action, as turns record it."""
+    texts: list[str] = []
+    for message in reversed(messages):
+        if message.role in ("assistant", "system"):
+            break
+        texts.append(message.content)
+    return "\n".join(reversed(texts))
 
 
 class _Sampled:

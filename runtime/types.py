@@ -202,6 +202,8 @@ class RestartedFrom(msgspec.Struct, frozen=True):
     """Oldest policy that chose one of those turns."""
     reason: str
     """Why that state is worth starting from; see `Restarts.reasons`."""
+    scores: tuple[tuple[str, float], ...] = ()
+    """What scorers said of the state, by name: shaping starts from it."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,6 +217,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     restarted_from: RestartedFrom | None = None
     """None when the episode started at its task's beginning. Otherwise `turns` are those since the restart, and what
     happened before is context to them."""
+    first_observation: str = ""
+    """What the environment had said last before the first turn, for detectors and for naming situations."""
     turns: tuple[Turn, ...] = ()
     segments: tuple[Segment, ...] = ()
     end: End

@@ -215,7 +215,9 @@ class _ThreadChannel:
     def __init__(self, learner: Learner) -> None:
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._caller = _Caller(_Host(learner).handle)
+        host = _Host(learner)
+        # A learner must see in tests what it will see in training, and the copy is not for the event loop.
+        self._caller = _Caller(lambda request: host.handle(_leaner(request)))
         self.call = self._caller.call
 
     def close(self) -> None:
@@ -248,8 +250,7 @@ class _ProcessChannel:
         self.call = self._caller.call
 
     def _exchange(self, request: _Request) -> _Reply:
-        if isinstance(request, _Update):
-            request = _Update(_lean(request.batch))
+        request = _leaner(request)
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(request))
             # Waited for although the caller may have been cancelled: the next call must not read this reply.
@@ -267,6 +268,10 @@ class _ProcessChannel:
         self._process.join()
         atexit.unregister(self._process.kill)
         self._connection.close()
+
+
+def _leaner(request: _Request) -> _Request:
+    return _Update(_lean(request.batch)) if isinstance(request, _Update) else request
 
 
 def _lean(batch: Batch) -> Batch:

@@ -48,7 +48,7 @@ def test_talk_beside_a_tool_call_is_no_part_of_the_action() -> None:
 
 
 def test_invalid_is_what_the_environment_said() -> None:
-    said = [ObservedAction(None, Action("x"), valid=False), ObservedAction("a", Action("x"))]
+    said = [ObservedAction("", Action("x"), valid=False), ObservedAction("a", Action("x"))]
     assert invalid_actions(said) == [True, False]
 
 

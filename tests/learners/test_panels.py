@@ -234,11 +234,12 @@ def test_credit_is_told_over_tokens_and_by_turn_over_turns() -> None:
 
 def test_credit_is_shared_out_by_kind_of_turn() -> None:
     made = episode("a", [[3], [3, 3], [3], [3]], valid={1: False}, text={0: "x", 1: "y", 2: "z", 3: "x"})
+    made = msgspec.structs.replace(made, first_observation="the task")
     data = panel_input([[made, episode("b", [[3]], end=End.env_error)]])
     metrics = credit_panel(replace(data, advantages_N=on_policy_tokens(data, [1.0, -2.0, -2.0, 3.0, 0.0])))
     assert (metrics["advantage_share_invalid"], metrics["tokens_share_invalid"]) == (0.5, 0.4)
     assert (metrics["advantage_share_recovery"], metrics["tokens_share_recovery"]) == (3 / 8, 0.2)
-    # "x" was done before any answer, then after "", which is another situation.
+    # "x" was done after the task was told, then after "", which is another situation.
     assert (metrics["advantage_share_repeated"], metrics["tokens_share_repeated"]) == (0.0, 0.0)
 
 

@@ -15,7 +15,7 @@ from turngate.envs.detectors import ObservedAction
 from turngate.learners.reward_scheme import RewardScheme, TurnRewards
 from turngate.runtime.errors import ConfigError, LearnerError, RecordError
 from turngate.runtime.evaluation import summarise_episodes
-from turngate.runtime.types import Trajectory, Turn
+from turngate.runtime.types import RestartedFrom, Trajectory, Turn
 
 
 def f64(*values: float) -> Tensor:
@@ -46,7 +46,7 @@ def learned(scheme: RewardScheme, trajectory: Trajectory, gamma: float = 1.0) ->
 
 
 def is_once_flag(steps: Sequence[ObservedAction]) -> list[bool]:
-    return [step.observation is not None for step in steps]
+    return [step.observation != "" for step in steps]
 
 
 def short_detector(steps: Sequence[ObservedAction]) -> list[bool]:
@@ -138,6 +138,16 @@ def test_injected_turns_pay_no_penalty_but_repeating_them_does() -> None:
 def test_an_environment_brings_detectors_of_its_own() -> None:
     scheme = RewardScheme(repeat_penalty=0.25, repeat_detector=is_once_flag)
     assert learned(scheme, episode([{}, {}], observation=["a", "b"])).total_T.tolist() == [0.0, -0.25]
+
+
+def test_shaping_of_a_restarted_episode_starts_from_what_the_state_was_worth() -> None:
+    scheme = RewardScheme(potential="progress")
+    stayed = episode([{}, {}], [{"progress": 0.8}, {"progress": 0.8}], end=End.turn_limit)
+    restarted = msgspec.structs.replace(
+        stayed, restarted_from=RestartedFrom("t", 3, 0, "invalid", scores=(("progress", 0.8),))
+    )
+    assert learned(scheme, stayed).total_T.tolist() == pytest.approx([0.8, 0.0])
+    assert learned(scheme, restarted).total_T.tolist() == pytest.approx([0.0, 0.0])
 
 
 def test_detector_that_leaves_actions_out_is_an_error() -> None:

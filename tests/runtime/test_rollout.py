@@ -185,8 +185,9 @@ def test_an_environment_that_says_nothing_at_first_is_asked_with_the_tasks_words
             return Observation()
 
     endpoint = FakeEndpoint(["one", "two", "three"])
-    play(Silent, endpoint=endpoint)
+    trajectory = play(Silent, endpoint=endpoint)
     assert endpoint.calls[0].messages == (Message("user", TASK.prompt),)
+    assert trajectory.first_observation == TASK.prompt
 
 
 # Truncations: the collector stopped, and the task could go on.

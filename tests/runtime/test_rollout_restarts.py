@@ -43,6 +43,7 @@ def test_a_restarted_episode_goes_on_from_the_state_and_trains_its_own_turns_onl
     origin, point = first_mistake()
     again = play(coins, ["tails", "heads", "tails"], start=point, seed=9, trajectory_id="again")
     assert again.restarted_from == RestartedFrom(origin.id, 2, 0, "invalid")
+    assert again.first_observation == origin.turns[1].observation != origin.first_observation
     assert [turn.text for turn in again.turns] == ["tails", "heads", "tails"]  # one coin was flipped before
     assert [turn.index for turn in again.turns] == [0, 1, 2]
     assert again.messages[: len(point.messages)] == point.messages == origin.messages[:5]

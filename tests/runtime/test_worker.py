@@ -232,14 +232,16 @@ class ContextLearner(CountingLearner):
             name: float(sum(len(t.last_context) for g in groups for t in g.trajectories))
             for name, groups in (("groups", batch.groups), ("stale", batch.stale))
         }
-        return UpdateReport(found)
+        states = [turn.state for group in batch.groups for t in group.trajectories for turn in t.turns]
+        return UpdateReport(found | {"states": float(sum(state is not None for state in states))})
 
 
-async def test_a_process_is_sent_last_contexts_and_stale_groups_without_what_only_people_read() -> None:
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_learner_is_sent_last_contexts_and_stale_groups_without_what_only_people_read(mode: WorkerMode) -> None:
     turn = Turn(index=0, segment=0, start=0, length=0, text="a", state={"no plain data": object()})
     trajectory = Trajectory(id="a", task=Task("t"), end=End.turn_limit, turns=(turn,), last_context=bytes(8))
     group = Group(id="g", task=Task("t", data={"neither": object()}), order=0, trajectories=(trajectory,) * 2)
-    async with start_learner(ContextLearner(), mode="process") as worker:
+    async with start_learner(ContextLearner(), mode=mode) as worker:
         await worker.load(None)
         report = await worker.update(Batch(groups=(group,), policy_version=0, stale=(group, group)))
-    assert report.metrics == {"groups": 16.0, "stale": 32.0}
+    assert report.metrics == {"groups": 16.0, "stale": 32.0, "states": 0.0}
