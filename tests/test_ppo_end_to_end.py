@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from turngate.runtime import Context, Limits, Message, Runtime, full, last_turns
 from turngate.runtime.engine import Engine
 from turngate.runtime.engine.model import ModelConfig, PolicyModel
 from turngate.runtime.types import Batch, Completion, Sampling, Trajectory, UpdateReport
+from turngate.runtime.worker import LearnerWorker
 
 
 @pytest.fixture(scope="module")
@@ -288,3 +290,82 @@ async def test_groups_dropped_as_stale_teach_the_critic_of_a_real_learner(tmp_pa
     assert any(row.get("replay_target_vtrace") == 1 for row in report.history)
     assert sum(row["policy_tokens"] for row in report.history) == 12 * 3 * 2 * 6
     assert np.isfinite([row["replay_value_loss"] for row in report.history]).all()
+
+
+# --- stopped and resumed, in a process of its own
+
+
+def _replaying(folder: Path) -> PPO:
+    return PPO(
+        folder, off_policy="decoupled", parity="report", min_ess_ratio=0.0,
+        replay=ReplayConfig(start_after=4, batch_trajectories=6, max_lag=1000),
+    )  # fmt: skip
+
+
+async def _trained(folder: Path, *, resume: bool) -> Any:
+    return await train(
+        Runtime(Served(), limits=Limits(max_turns=8), max_concurrent=24), Walk, [Task(f"t{n}") for n in range(7)],
+        learner=_replaying(folder / "model"), run_dir=folder / "run", updates=6, group_size=2, groups_per_batch=3,
+        max_staleness=1, late="drop", seed=1, worker="process", resume=resume,
+    )  # fmt: skip
+
+
+async def test_a_learner_with_replay_that_is_stopped_in_its_process_goes_on_as_if_it_never_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"width": 16, "layers": 1, "heads": 2, "head_dim": 8, "mlp_width": 16, "max_context": 64}
+    PolicyModel(ModelConfig(vocab_size=12, **sizes)).save(tmp_path / "model")
+    sent: list[Batch] = []
+    reports: dict[int, UpdateReport] = {}
+    third, update = asyncio.Event(), LearnerWorker.update
+
+    async def listened(worker: LearnerWorker, batch: Batch) -> UpdateReport:
+        sent.append(batch)
+        number = len(sent)
+        if number == 3:
+            third.set()
+        reports[number] = await update(worker, batch)
+        return reports[number]
+
+    monkeypatch.setattr(LearnerWorker, "update", listened)
+    run = asyncio.ensure_future(_trained(tmp_path, resume=False))
+    run.add_done_callback(lambda _: third.set())  # it failed: `await run` says how
+    await third.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    stopped = int(max((tmp_path / "run" / "checkpoints").iterdir()).name.removeprefix("update-"))
+    assert stopped in (2, 3)  # an update in progress is finished
+    del sent[stopped:]
+    report = await _trained(tmp_path, resume=True)
+    assert report.updates == len(sent) == 6
+    # The same batches for a learner that nobody stops: the same numbers in every update, the same state behind them.
+    straight = _replaying(tmp_path / "model")
+    straight.load(None)
+    found = {number: straight.update(batch) for number, batch in enumerate(sent, 1)}
+    assert reports.keys() >= {1, 2, 4, 5, 6}
+    assert {number: found[number] for number in reports} == reports
+    assert reports[6].metrics["replay_taken"] == sum(len(_taken(batch)) for batch in sent) >= 6 * 3 * 2
+    again = _replaying(tmp_path / "model")
+    again.load(tmp_path / "run" / "checkpoints" / "update-000006")
+    assert _state(again) == _state(straight)
+
+
+def _taken(batch: Batch) -> list[Trajectory]:
+    return [t for group in (*batch.groups, *batch.stale) for t in group.trajectories]
+
+
+def _state(learner: PPO) -> dict[str, Any]:
+    """Return all that a learner goes on from, as plain values."""
+    policy, critic, replay = learner._state, learner._critic, learner._replay
+    assert policy is not None
+    assert critic is not None
+    assert replay is not None
+    weights = {"policy": policy.model, "critic": critic.model, "target": replay.target.module}
+    generators = {"policy": policy.generator, "critic": critic.generator, "replay": replay.generator}
+    return {
+        "weights": {f"{n}.{k}": x.tolist() for n, model in weights.items() for k, x in model.state_dict().items()},
+        "generators": {name: generator.get_state().tolist() for name, generator in generators.items()},
+        "versions": (policy.updates, critic.version, replay.target.version),
+        "store": msgspec.structs.asdict(replay.store.statistics()),
+    }
