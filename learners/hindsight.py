@@ -131,11 +131,15 @@ def relabel(
             f"termination must be told anew: the episode ended in {end.value} under its old task, and reward_fn says "
             f"of no turn how the new one ends (trajectory {trajectory.id}); return an end for the last turn"
         )
+    origin = trajectory.restarted_from
     return msgspec.structs.replace(
         trajectory,
         id=f"{trajectory.id}.hindsight",
         group_id="",  # its siblings had another task: no baseline of theirs fits
         task=goal,
+        # Unless the episode began behind other turns, it is the prompt that states the goal.
+        first_observation=restate(trajectory.first_observation) if origin is None else trajectory.first_observation,
+        restarted_from=None if origin is None else msgspec.structs.replace(origin, scores=()),
         turns=tuple(_retold(turn, step) for turn, step in zip(trajectory.turns, steps, strict=False)),
         segments=(),
         end=end,

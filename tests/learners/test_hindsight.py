@@ -62,6 +62,7 @@ def episode(*reached: str, end: End = End.failure, injected: int = 0) -> Traject
         id="t",
         task=Task("buy Z", "Get Z."),
         group_id="g0",
+        first_observation="Get Z.",
         turns=tuple(turns),
         segments=(Segment.of(*columns),),
         end=end,
@@ -165,6 +166,7 @@ def test_nothing_of_the_old_goal_is_left() -> None:
     assert all((t.scores, t.snapshot, t.length) == ({}, None, 0) for t in trajectory.turns)
     assert trajectory.id == "t.hindsight"
     assert trajectory.policy_tokens == 0
+    assert trajectory.first_observation == "Get B."
 
 
 def test_a_policy_ratio_on_a_relabelled_episode_is_refused_with_the_reason() -> None:
@@ -215,8 +217,10 @@ def restarted(*reached: str) -> Trajectory:
     trajectory = episode(*reached)
     head, rest = trajectory.messages[:2], trajectory.messages[2:]
     before = (Message("assistant", "take Y"), Message("user", "now Y"))
-    origin = RestartedFrom("other", 1, 0, "invalid")
-    return msgspec.structs.replace(trajectory, messages=head + before + rest, restarted_from=origin)
+    origin = RestartedFrom("other", 1, 0, "invalid", (("judge", 0.5),))
+    return msgspec.structs.replace(
+        trajectory, messages=head + before + rest, restarted_from=origin, first_observation="now Y"
+    )
 
 
 def test_turns_before_a_restart_are_context_and_not_imitated() -> None:
@@ -224,6 +228,8 @@ def test_turns_before_a_restart_are_context_and_not_imitated() -> None:
     said = ["Rules.", "Get B.", "take Y", "now Y", "take A", "now A", "take B", "now B"]
     assert [m.content for m in trajectory.messages] == said
     assert [len(example.messages) for example in value_examples(trajectory, gamma=1.0)] == [4, 6]
+    assert trajectory.first_observation == "now Y"
+    assert trajectory.restarted_from == RestartedFrom("other", 1, 0, "invalid")
     assert hindsight_dialogues([trajectory]) == []
 
 
