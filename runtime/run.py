@@ -92,6 +92,12 @@ async def open_run(
     if resume and checkpoint is None:
         raise ConfigError(f"resume needs a checkpoint: none is complete in {folder.checkpoints}; start without resume")
     progress = checkpoint[1] if checkpoint else Progress()
+    kind = type(learner).__qualname__
+    if progress.learner not in ("", kind):
+        raise ConfigError(
+            f"resume must go on with the learner that wrote the checkpoint: expected {progress.learner}, got {kind} "
+            f"({folder.checkpoints}); start another run folder from its model to change learners"
+        )
     served = max(runtime.endpoint.policy_version, await publisher.served_version())
     version = _first_version(progress, served)
     described = _describe(runtime, env, tasks, learner, config)
@@ -100,6 +106,7 @@ async def open_run(
         await worker.load(checkpoint[0] if checkpoint else None)
         gauges = RunGauges(runtime.slots, loop_lag, is_mistake=restarts.finds_mistake if restarts is not None else None)
         run = Run(runtime, folder, publisher, worker, gauges, progress, version)
+        run.learner_kind = kind
         if restarts is not None:
             run.restarts = RestartStore(restarts)
             if checkpoint is not None and (saved := checkpoint[0] / _RESTARTS).exists():
@@ -208,6 +215,7 @@ class Run:
         self._batch = self._unrecorded = None
         self.history = []
         self.restarts = None
+        self.learner_kind = ""
         self.gauges = gauges
         self.started_s = time.monotonic()
 
@@ -284,7 +292,10 @@ class Run:
             self._unrecorded = self._batch, self.worker.report or UpdateReport({})
             self._settle(self._batch)
         if self._unrecorded is not None:
-            self._write_row(*self._unrecorded, update)
+            try:
+                self._write_row(*self._unrecorded, update)
+            except OSError as error:  # a row is worth less than the updates that the checkpoint holds
+                _log.warning(f"the metrics of update {update} could not be written: {error}")
         return self.folder.commit_checkpoint(
             partial,
             Progress(
@@ -294,6 +305,7 @@ class Run:
                 task_position=self.tasks.position,
                 requeued=self.collector.unfinished() + self.tasks.waiting(),
                 next_order=self.buffer.next_order,
+                learner=self.learner_kind,
             ),
         )
 

@@ -38,6 +38,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     requeued: tuple[str, ...] = ()
     """Ids of tasks whose groups were under way; they are drawn again first."""
     next_order: int = 0
+    learner: str = ""
+    """Class of the learner; empty in checkpoints of runs that did not write it."""
 
 
 class RunFolder:

@@ -17,6 +17,7 @@ import pytest
 from turngate.envs.base import Action, End, Observation, Step, Task, ToolSpec
 from turngate.runtime.errors import ConfigError, EndpointError, LearnerError, PublishError
 from turngate.runtime.limits import Limits
+from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.testing.learner import CountingLearner
@@ -230,7 +231,8 @@ async def test_a_learners_metrics_never_replace_the_runs_own(tmp_path: Path) -> 
     assert last["reward"] >= 0
     assert (last["learner_policy_version"], last["learner_reward"], last["x"]) == (-3, -4, -5)
     assert (last["learner_update"], last["learner_learner_update"]) == (-1, -2)
-    assert [row["update"] for row in (await _train(Served(), tmp_path, updates=3, resume=True)).history] == [1, 2, 3]
+    resumed = await _train(Served(), tmp_path, updates=3, resume=True, learner=Boasting())
+    assert [row["update"] for row in resumed.history] == [1, 2, 3]
 
 
 SCRIPT = """
@@ -394,6 +396,32 @@ async def test_whatever_an_environment_leaves_in_state_harms_no_one(tmp_path: Pa
     )  # fmt: skip
     kept = json.loads((tmp_path / "trajectories" / "update-000001.jsonl").read_text().splitlines()[0])
     assert kept["turns"][0]["state"] == {"page": "x", "done": False}
+
+
+async def test_a_row_that_cannot_be_written_costs_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = RunFolder.append_metrics
+
+    def full_disk(self: RunFolder, row: dict[str, Any]) -> None:
+        if row["update"] >= 3:
+            raise OSError(28, "no space left on device")
+        append(self, row)
+
+    monkeypatch.setattr(RunFolder, "append_metrics", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        await _train(Served(), tmp_path / "run")
+    checkpoint = RunFolder(tmp_path / "run", resume=True).latest_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint[1].update == 3
+
+
+class OtherLearner(CountingLearner):
+    """Another learner."""
+
+
+async def test_a_run_does_not_go_on_with_another_learner(tmp_path: Path) -> None:
+    await _train(Served(), tmp_path / "run", updates=1)
+    with pytest.raises(ConfigError, match="expected CountingLearner, got OtherLearner"):
+        await _train(Served(), tmp_path / "run", learner=OtherLearner(), resume=True)
 
 
 async def test_a_used_run_folder_is_not_overwritten(tmp_path: Path) -> None:
