@@ -19,6 +19,7 @@ __all__ = [
     "check_start",
     "checked_rewards",
     "describe_error",
+    "said_last",
     "writable",
 ]
 
@@ -126,6 +127,16 @@ def answer_text(observation: Observation) -> str:
     """Return all an observation says, for people."""
     texts = [result.text for result in observation.results]
     return "\n".join([*texts, observation.text] if observation.text else texts)
+
+
+def said_last(messages: Sequence[Message]) -> str:
+    """Return what the environment said after the last action, as turns record it."""
+    texts: list[str] = []
+    for message in reversed(messages):
+        if message.role in ("assistant", "system"):
+            break
+        texts.append(message.content)
+    return "\n".join(reversed(texts))
 
 
 def describe_error(error: BaseException) -> str:

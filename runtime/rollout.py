@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from turngate.envs.base import Action, End, EnvFactory, Snapshot, Step, Task, ToolSpec
-from turngate.runtime.answers import answer_messages, answer_text, check_messages, checked_rewards, writable
+from turngate.runtime.answers import answer_messages, answer_text, check_messages, checked_rewards, said_last, writable
 from turngate.runtime.clock import Clock
 from turngate.runtime.context import Context, FullHistory, History, full
 from turngate.runtime.deadline import DeadlineExceeded
@@ -211,13 +211,13 @@ class _Episode:
         if start is not None:
             await env.restore(start.snapshot, derive_seed(self._env_seed, "restore"))
             self._history = History.of(start.messages)
-            self._first_observation = _said_last(start.messages)
+            self._first_observation = said_last(start.messages)
             return self._history
         head = [Message("system", observation.system)] if observation.system else []
         # The model must be told something: the task's own words stand in for an empty first observation.
         head += answer_messages(observation) or [Message("user", self._task.prompt)]
         self._history = History(head)
-        self._first_observation = _said_last(head)
+        self._first_observation = said_last(head)
         return self._history
 
     def _allowed_sampling(self) -> Sampling | None:
@@ -377,16 +377,6 @@ class _Episode:
 
     def _where(self, what: str) -> str:
         return writable(f"{what} (trajectory {self._id}, turn {len(self._turns)})")
-
-
-def _said_last(messages: Sequence[Message]) -> str:
-    """Return what the environment said after the last action, as turns record it."""
-    texts: list[str] = []
-    for message in reversed(messages):
-        if message.role in ("assistant", "system"):
-            break
-        texts.append(message.content)
-    return "\n".join(reversed(texts))
 
 
 class _Sampled:

@@ -88,28 +88,19 @@ async def open_run(
     resume: bool,
 ) -> AsyncGenerator["Run"]:
     """Start the parts, from the newest checkpoint when resuming; save one more checkpoint when the run is cut short."""
-    checkpoint = folder.latest_checkpoint() if resume else None
-    if resume and checkpoint is None:
-        raise ConfigError(f"resume needs a checkpoint: none is complete in {folder.checkpoints}; start without resume")
-    progress = checkpoint[1] if checkpoint else Progress()
-    kind = type(learner).__qualname__
-    if progress.learner not in ("", kind):
-        raise ConfigError(
-            f"resume must go on with the learner that wrote the checkpoint: expected {progress.learner}, got {kind} "
-            f"({folder.checkpoints}); start another run folder from its model to change learners"
-        )
+    checkpoint, progress = _start(folder, learner, resume=resume)
     served = max(runtime.endpoint.policy_version, await publisher.served_version())
     version = _first_version(progress, served)
     described = _describe(runtime, env, tasks, learner, config)
     folder.write_json("config.json", described | {"restarts": repr(restarts), "injection": repr(injection)})
     async with start_learner(learner, mode=config.worker) as worker, LoopLagMeter() as loop_lag:
-        await worker.load(checkpoint[0] if checkpoint else None)
+        await worker.load(checkpoint)
         gauges = RunGauges(runtime.slots, loop_lag, is_mistake=restarts.finds_mistake if restarts is not None else None)
         run = Run(runtime, folder, publisher, worker, gauges, progress, version)
-        run.learner_kind = kind
+        run.learner_kind = type(learner).__qualname__
         if restarts is not None:
             run.restarts = RestartStore(restarts)
-            if checkpoint is not None and (saved := checkpoint[0] / _RESTARTS).exists():
+            if checkpoint is not None and (saved := checkpoint / _RESTARTS).exists():
                 run.restarts.load_bytes(saved.read_bytes(), tasks)
         run.history += folder.rewind_metrics(progress.update)
         if version > 0:
@@ -151,6 +142,22 @@ async def open_run(
             if not isinstance(error, LearnerError):
                 await _save_last(run, error, config.stop_timeout_s)
             raise
+
+
+def _start(folder: RunFolder, learner: Learner, *, resume: bool) -> tuple[Path | None, Progress]:
+    """Return the checkpoint to start from, None for a new run, and where it stands."""
+    if not resume:
+        return None, Progress()
+    checkpoint = folder.latest_checkpoint()
+    if checkpoint is None:
+        raise ConfigError(f"resume needs a checkpoint: none is complete in {folder.checkpoints}; start without resume")
+    wrote, kind = checkpoint[1].learner, type(learner).__qualname__
+    if wrote not in ("", kind):
+        raise ConfigError(
+            f"resume must go on with the learner that wrote the checkpoint: expected {wrote}, got {kind} "
+            f"({folder.checkpoints}); start another run folder from its model to change learners"
+        )
+    return checkpoint
 
 
 async def _save_last(run: "Run", error: BaseException, timeout_s: float) -> None:
