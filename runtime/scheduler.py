@@ -1,6 +1,7 @@
 """Many episodes at once: groups of rollouts flow into the buffer as fast as its gate allows."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from random import Random
@@ -21,6 +22,12 @@ from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Group, Trajectory
 
 __all__ = ["Collection", "Collector", "TaskStream"]
+
+_log = logging.getLogger("turngate.run")
+_RECENT = 256
+_MANY_FAILED = 0.25
+"""Share of the last _RECENT rollouts whose failure is worth a warning: members are run again, so a run goes on with
+what happens to come through."""
 
 _FAILURE_ERRORS: dict[End, type[EnvError | ToolError | EndpointError]] = {
     End.env_error: EnvError,
@@ -116,6 +123,7 @@ class Collector:
     # State.
     started_groups: dict[int, Task]  # by order: groups from task starts submitted and not yet consumed, for requeueing
     _failures: int  # failed rollouts since the last one that came through
+    _recent: deque[bool]  # whether each of the last rollouts failed, since the last warning
     _group_failures: int  # groups that came to nothing since the last one that was admitted
     _last_failure: tuple[type[EnvError | ToolError | EndpointError], str]  # of a rollout
     _has_trainable: bool  # whether any rollout could be trained on so far
@@ -145,6 +153,7 @@ class Collector:
         self._buffer, self._ledger, self._config, self._seed = buffer, ledger, config, seed
         self.started_groups = {}
         self._failures = self._group_failures = 0
+        self._recent = deque(maxlen=_RECENT)
         self._last_failure = EnvError, "none of its rollouts came to an end"
         self._has_trainable = False
         self._requeue_counts = {}
@@ -264,6 +273,7 @@ class Collector:
         except BaseException:
             self._ledger.drop([trajectory_id], "cancelled")
             raise
+        self._recent.append(bool(reason))
         if reason:
             self._ledger.drop([trajectory_id], reason)
             self._count_failure(trajectory, reason)
@@ -299,6 +309,14 @@ class Collector:
             raise kind(
                 f"{self._failures} rollouts failed in a row, the last with {what}; fix the cause, or raise "
                 "failure_limit if this is expected"
+            )
+
+        failed = sum(self._recent)
+        if len(self._recent) == _RECENT and failed > _MANY_FAILED * _RECENT:
+            self._recent.clear()
+            _log.warning(
+                f"{failed} of the last {_RECENT} rollouts failed, the last with {what}; what comes through is a biased "
+                "sample of what the policy does"
             )
 
     def _count_group_failure(self, group_id: str) -> None:

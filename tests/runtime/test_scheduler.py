@@ -199,6 +199,18 @@ async def test_a_task_that_never_works_is_given_up_after_its_requeues() -> None:
     assert [event.task_id for event in lab.dropped] == [hopeless] * 3
 
 
+async def test_a_run_whose_rollouts_often_fail_says_so_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    lab = Lab(lambda name, _: End.env_error if name.endswith((".0", ".1")) and name.count(".") == 1 else End.success,
+              groups=100)  # fmt: skip
+    await lab.run()
+    assert (lab.ledger.dropped["env_error"], len(lab.finished)) == (
+        200,
+        100,
+    )  # two of five rollouts, one warning per 256
+    (record,) = caplog.records
+    assert "of the last 256 rollouts failed, the last with env_error" in record.getMessage()
+
+
 async def test_episodes_without_a_token_count_as_failures() -> None:
     lab = Lab(_always(End.token_limit), failure_limit=5)
     with pytest.raises(BaseExceptionGroup) as caught:
