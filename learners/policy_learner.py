@@ -215,9 +215,10 @@ class PolicyLearner(ABC):
         keep, metrics = self._select(batch)
         tokens = lay_out(batch, keep, vocabulary_size=state.model.config.vocab_size)
         # 2. The policy as it is now: anchor of the clip, and the check that sampler and learner agree.
-        proximal_N, entropy_N = self._score(state.model, tokens)
+        generated = tokens.masked(tokens.generated_N)  # tokens too old to train still cost what they cost
+        proximal_N, entropy_N = self._score(state.model, generated)
         metrics |= self._measure(tokens, proximal_N, entropy_N, batch.policy_version)
-        reference_N = self._score(state.reference, tokens)[0] if state.reference else None
+        reference_N = self._score(state.reference, generated)[0] if state.reference else None
         kl_N = None if reference_N is None else proximal_N - reference_N
         if kl_N is not None:
             metrics["reference_kl_k1"] = float(kl_N[tokens.mask_N].sum()) / max(tokens.policy_tokens, 1)
@@ -345,7 +346,9 @@ class PolicyLearner(ABC):
             scores = state.model.score(micro.packed, temperature=self.sampling.temperature, with_entropy=with_entropy)
             loss, surrogate = objective.loss(scores, data, at_P, weights_N[at_P], importance_N[at_P])
             if values is not None:
-                loss = loss + self._value_loss(scores, values, at_P, mask_N)
+                value_loss = self._value_loss(scores, values, at_P, mask_N)
+                tally.value_loss += float(value_loss.detach())
+                loss = loss + value_loss
             torch.autograd.backward(loss)
             tally.add(loss, surrogate)
         if active:

@@ -25,6 +25,8 @@ class StepTally:
     """Sums over the optimizer steps of one update."""
 
     loss: float = 0.0
+    value_loss: float = 0.0
+    """The part of it that a value head on the trunk learns by, its coefficient included."""
     steps: int = 0
     tokens: int = 0
     """Trained tokens, counted once per step they were in."""
@@ -54,6 +56,7 @@ class StepTally:
         high, low, dual = (count / max(self.tokens, 1) for count in self.clipped)
         return {
             "loss": self.loss / max(self.steps, 1),
+            **({"value_loss": self.value_loss / max(self.steps, 1)} if self.value_loss else {}),
             "grad_norm": sum(self.grad_norms) / max(len(self.grad_norms), 1),
             "grad_norm_max": max(self.grad_norms, default=0.0),
             "optimizer_steps": float(len(self.grad_norms)),

@@ -509,7 +509,7 @@ def test_microbatches_change_an_update_by_rounding_alone(
         )  # fmt: skip
         metrics = ppo.update(batch).metrics
         found.append({name: metrics[name] for name in names if name in metrics})
-    assert len(found[0]) == (6 if place == "separate" else 4)
+    assert len(found[0]) == (6 if place == "separate" else 5)
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-3, abs=1e-6)
 
@@ -637,3 +637,31 @@ def test_the_watch_for_hacking_goes_on_after_a_restart(
 def test_one_ratio_for_two_advantages_is_refused_at_once(make: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="one ratio cannot serve two advantages"):
         make("anywhere", clip=(0.01, 0.01), **options)
+
+
+def test_tokens_too_old_to_train_pay_their_kl_penalty_too(
+    lab: Any, folder: Path, model: PolicyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ppo = learner(folder, kl_coef=0.1)
+    ppo.update(lab.sample_batch(model, REWARDS))  # so that policy and reference differ
+    seen: list[Scored] = []
+    credit = ppo._credit
+    monkeypatch.setattr(ppo, "_credit", lambda scored: (seen.append(scored), credit(scored))[1])
+    batch = lab.sample_batch(model, REWARDS, seed=1, policy_version=1)
+    ppo.update(msgspec.structs.replace(batch, min_version=1))  # all of it is too old
+    (scored,) = seen
+    assert not scored.tokens.mask_N.any()
+    assert scored.kl_N is not None
+    assert int((scored.kl_N[scored.tokens.generated_N] != 0).sum()) > 0.9 * int(scored.tokens.generated_N.sum())
+
+
+def test_a_head_on_the_trunk_says_how_its_loss_goes(lab: Any, folder: Path, model: PolicyModel) -> None:
+    one, twice = (
+        learner(folder, minibatches=1, critic=CriticConfig(place="trunk", coef=coef)).update(
+            lab.sample_batch(model, REWARDS)
+        )
+        for coef in (0.5, 1.0)
+    )
+    # All values are 1/2 at first, so the cross-entropy is log 2 whatever the targets.
+    assert one.metrics["value_loss"] == pytest.approx(0.5 * math.log(2), rel=1e-5)
+    assert twice.metrics["value_loss"] == pytest.approx(math.log(2), rel=1e-5)
