@@ -646,7 +646,12 @@ def test_tokens_too_old_to_train_pay_their_kl_penalty_too(
     ppo.update(lab.sample_batch(model, REWARDS))  # so that policy and reference differ
     seen: list[Scored] = []
     credit = ppo._credit
-    monkeypatch.setattr(ppo, "_credit", lambda scored: (seen.append(scored), credit(scored))[1])
+
+    def listen(scored: Scored) -> Credit:
+        seen.append(scored)
+        return credit(scored)
+
+    monkeypatch.setattr(ppo, "_credit", listen)
     batch = lab.sample_batch(model, REWARDS, seed=1, policy_version=1)
     ppo.update(msgspec.structs.replace(batch, min_version=1))  # all of it is too old
     (scored,) = seen
