@@ -21,6 +21,7 @@ from turngate.runtime import (
     read_trajectories,
     train,
 )
+from turngate.runtime.context import FullHistory
 from turngate.runtime.engine import Engine
 
 
@@ -75,6 +76,9 @@ async def test_replayed_and_injected_turns_leave_every_trained_token_behind_its_
     for t in kept:
         assert sum(sum(s.policy_mask) for s in t.segments) == t.policy_tokens
         assert t.last_context_is_whole == t.end.is_truncation
-        if t.end.is_truncation and len(t.segments) == 1:  # what the server saw next goes on from what it saw before
-            assert t.last_context.startswith(t.segments[0].token_ids)
+        if t.end.is_truncation and isinstance(context, FullHistory) and (last := t.turns[-1]).length:
+            # What the server would see next goes on from what it saw last; how it spells the action itself is its own.
+            prompt = t.segments[last.segment].token_ids[: 4 * last.start]
+            assert t.last_context.startswith(prompt)
+            assert len(t.last_context) > len(prompt) + 4
     assert any(t.end.is_truncation for t in kept)
