@@ -256,6 +256,7 @@ class Critic:
                 count = int(tokens.rows_mask(rows).sum())
                 if not count:
                     continue
+                self.optimizer.zero_grad()  # of a step that was left half-way by an error
                 total = 0.0
                 for micro in microbatches(tokens, rows, self._microbatch_tokens):
                     at_P = micro.positions_P

@@ -13,7 +13,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from turngate.envs.base import Task
 from turngate.learners.batch import TokenBatch, lay_out
 from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.critic import Critic, ValueReader, ValueTargets, after_actions
@@ -25,6 +24,7 @@ from turngate.learners.targets import TurnSteps, q_one_step, retrace
 from turngate.learners.turns import RewardsOf, action_turns, turn_tokens
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.learner import lean_trajectory
 from turngate.runtime.types import Trajectory
 
 __all__ = ["CriticReplay"]
@@ -89,7 +89,7 @@ class CriticReplay:
 
         Args: policy: the policy whose values are wanted, as it is now; it is only read.
         """
-        self.store.put([_lean(trajectory) for trajectory in new], policy_version)
+        self.store.put([lean_trajectory(trajectory) for trajectory in new], policy_version)
         self.store.evict(policy_version)
         metrics = {f"replay_{name}": float(n) for name, n in msgspec.structs.asdict(self.store.statistics()).items()}
         if self.store.is_ready:
@@ -208,16 +208,6 @@ class CriticReplay:
             mask_N[list(at)] = True
         old_N = self._critic.values(tokens.masked(mask_N))
         return self._critic.learn(tokens, ValueTargets(targets_N, mask_N, old_N), epochs=1)
-
-
-def _lean(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory without what no target is made of: it may be large, and not even plain data.
-
-    A learner in a process of its own is sent no more than this; one in a thread is.
-    """
-    turns = tuple(msgspec.structs.replace(turn, state=None, snapshot=None) for turn in trajectory.turns)
-    task = Task(trajectory.task.id, trajectory.task.prompt)
-    return msgspec.structs.replace(trajectory, task=task, turns=turns, messages=())
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -4,10 +4,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
-from turngate.runtime.errors import ConfigError
-from turngate.runtime.types import Batch, Sampling, UpdateReport
+import msgspec
 
-__all__ = ["Learner", "check_learner"]
+from turngate.envs.base import Task
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.types import Batch, Sampling, Trajectory, UpdateReport
+
+__all__ = ["Learner", "check_learner", "lean_trajectory"]
 
 
 def check_learner(learner: "Learner", sampling: Sampling, max_staleness: int, scorers: Collection[str] = ()) -> None:
@@ -33,6 +36,13 @@ def check_learner(learner: "Learner", sampling: Sampling, max_staleness: int, sc
                 f"the learner must know how rollouts are sampled: it expects {name} {expected}, the runtime samples at "
                 f"{sampled}; pass the same Sampling to both"
             )
+
+
+def lean_trajectory(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory without what only people and environments read; it may be large, or not plain data at all."""
+    turns = tuple(msgspec.structs.replace(turn, state=None, snapshot=None) for turn in trajectory.turns)
+    task = Task(trajectory.task.id, trajectory.task.prompt)
+    return msgspec.structs.replace(trajectory, task=task, turns=turns, messages=())
 
 
 class Learner(Protocol):

@@ -25,8 +25,8 @@ import msgspec
 
 from turngate.envs.base import Task
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.learner import Learner
-from turngate.runtime.types import Batch, Group, Trajectory, UpdateReport
+from turngate.runtime.learner import Learner, lean_trajectory
+from turngate.runtime.types import Batch, Group, UpdateReport
 
 __all__ = ["LearnerWorker", "WorkerMode", "start_learner"]
 
@@ -277,16 +277,12 @@ def _leaner(request: _Request) -> _Request:
 def _lean(batch: Batch) -> Batch:
     """Return the batch without what only people and environments read; it may be large, or not plain data at all."""
 
-    def lean(trajectory: Trajectory) -> Trajectory:
-        turns = tuple(msgspec.structs.replace(turn, state=None, snapshot=None) for turn in trajectory.turns)
-        return msgspec.structs.replace(trajectory, task=bare(trajectory.task), turns=turns, messages=())
-
-    def bare(task: Task) -> Task:
-        return Task(task.id, task.prompt)
-
     def thin(groups: tuple[Group, ...]) -> tuple[Group, ...]:
         return tuple(
-            msgspec.structs.replace(g, task=bare(g.task), trajectories=tuple(map(lean, g.trajectories))) for g in groups
+            msgspec.structs.replace(
+                g, task=Task(g.task.id, g.task.prompt), trajectories=tuple(map(lean_trajectory, g.trajectories))
+            )
+            for g in groups
         )
 
     return msgspec.structs.replace(batch, groups=thin(batch.groups), stale=thin(batch.stale))
