@@ -5,6 +5,7 @@ if __name__ == "runtime":
 
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.context import Context, History, full, last_turns, summarise, token_budget
+from turngate.runtime.dialect import OPENAI, Dialect, TokenMode
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
 from turngate.runtime.evaluation import Evaluation
 from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
@@ -40,12 +41,14 @@ from turngate.runtime.types import (
 from turngate.runtime.weights import EnginePublisher, FolderPublisher, WeightPublisher
 
 __all__ = [
+    "OPENAI",
     "Batch",
     "Buffer",
     "ChatEndpoint",
     "Collection",
     "Completion",
     "Context",
+    "Dialect",
     "Endpoint",
     "EnginePublisher",
     "Evaluation",
@@ -70,6 +73,7 @@ __all__ = [
     "ScorerSet",
     "Segment",
     "StalenessLimit",
+    "TokenMode",
     "TrainReport",
     "Trajectory",
     "Turn",

@@ -11,6 +11,7 @@ from typing import Protocol, Self, cast
 import msgspec
 
 from turngate.envs.base import ToolSpec
+from turngate.runtime.dialect import Dialect
 from turngate.runtime.errors import (
     ConfigError,
     ContextOverflow,
@@ -120,7 +121,7 @@ class Endpoint:
         *,
         model: str,
         api_key: str | None = None,
-        extensions: bool = True,
+        dialect: Dialect = Dialect(),  # noqa: B008 - frozen
         max_retries: int = 6,
         policy_version: int = 0,
         publisher: WeightPublisher | None = None,
@@ -129,8 +130,8 @@ class Endpoint:
     ) -> None:
         """Prepare to talk to the server at `url`, the part before /chat/completions.
 
-        Args: extensions: ask for token ids and allow top_k, which the OpenAI API itself does not know; turn off for
-                servers that refuse unknown fields. Without token ids rollouts can be evaluated, not trained on.
+        Args: dialect: what the server knows beyond the OpenAI API, token ids above all; `OPENAI` for servers that
+                refuse unknown fields. Without ids rollouts can be evaluated, not trained on. `connect` finds it out.
             max_retries: attempts after the first, for connection errors, 408, 409, 425, 429 and 5xx.
             publisher: how new weights reach the server.
             transport: replaces HTTP, for tests. random: draws the jitter of retries.
@@ -144,7 +145,7 @@ class Endpoint:
         self.publisher = publisher
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._transport = transport if transport is not None else HttpTransport(self.url, headers=headers)
-        self._extensions = extensions
+        self.dialect = dialect
         self._max_retries = max_retries
         self._random = random or Random()
         self._in_flight = self._completed = self._retries = 0
@@ -206,10 +207,12 @@ class Endpoint:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
-            logprobs=True,
+            logprobs=self.dialect.logprobs,
+            top_logprobs=self.dialect.top_logprobs,
             top_k=self._top_k(sampling),
-            return_token_ids=True if self._extensions else None,
-            seed=seed,
+            return_token_ids=self.dialect.asks_ids or None,
+            return_tokens_as_token_ids=self.dialect.token_id_strings or None,
+            seed=seed if self.dialect.seed else None,
             stop=sampling.stop,
             tools=wire_tools(tools) if tools else (),
         )
@@ -271,10 +274,11 @@ class Endpoint:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=0 if echo else sampling.max_tokens,  # a text to score needs no continuation
-            logprobs=1,
+            logprobs=self.dialect.top_logprobs or 1,
             top_k=self._top_k(sampling),
-            return_token_ids=True if self._extensions else None,
-            seed=seed,
+            return_token_ids=self.dialect.asks_ids or None,
+            return_tokens_as_token_ids=self.dialect.token_id_strings or None,
+            seed=seed if self.dialect.seed else None,
             stop=sampling.stop,
             echo=echo,
         )
@@ -296,10 +300,10 @@ class Endpoint:
             self._completion_tokens += reply.usage.completion_tokens
 
     def _top_k(self, sampling: Sampling) -> int | None:
-        if self._extensions:
+        if self.dialect.top_k:
             return sampling.top_k  # 0 too: a server's default may come from the model's own settings
         if sampling.top_k:
-            raise ConfigError(f"top_k needs a server with extensions: got {sampling.top_k} with extensions=False")
+            raise ConfigError(f"top_k needs a server that knows it: got {sampling.top_k} with Dialect(top_k=False)")
         return None
 
     def _malformed_reply(self, error: MalformedReply, path: str) -> MalformedReply:

@@ -41,7 +41,7 @@ _SHOWN_CHARS = 120
 class JudgeEndpoint:
     """Scores each turn by asking a judge about the history up to it. A scorer for `ScorerSet`.
 
-        judge = JudgeEndpoint(Endpoint("https://api.example.com/v1", model="judge", api_key=key, extensions=False))
+        judge = JudgeEndpoint(Endpoint("https://api.example.com/v1", model="judge", api_key=key, dialect=OPENAI))
         runtime = Runtime(endpoint, scorers=ScorerSet([judge]))
 
     Histories that it has judged before, as siblings share them, are not sent again. It does not own the endpoint.

@@ -83,7 +83,7 @@ class Recorder:
     """Records the turns of one episode. Makes no copies of what it already holds."""
 
     # Changed by add(): all of it.
-    __slots__ = ("_closed", "_next", "_open", "policy_tokens", "untrainable_because")
+    __slots__ = ("_closed", "_next", "_open", "drifts", "policy_tokens", "untrainable_because")
 
     def __init__(self) -> None:
         self._closed: list[Segment] = []
@@ -91,6 +91,8 @@ class Recorder:
         self._next: bytes | None = None
         self.policy_tokens = 0
         """Generated tokens recorded so far."""
+        self.drifts = 0
+        """Turns that were expected to extend the segment before and did not."""
         self.untrainable_because = ""
         """What the server failed to give, at the first turn it did; empty while everything is there."""
 
@@ -98,10 +100,11 @@ class Recorder:
         count = len(self._closed) + (self._open is not None)
         return f"<Recorder {count} segments, {self.policy_tokens} policy tokens>"
 
-    def add(self, completion: Completion, turn: int) -> tuple[int, int, int]:
+    def add(self, completion: Completion, turn: int, *, goes_on: bool = False) -> tuple[int, int, int]:
         """Record a turn and return (segment, start, length): where its tokens stand.
 
-        A completion without token ids or log-probs leaves no tokens, and the trajectory untrainable.
+        A completion without token ids or log-probs leaves no tokens, and the trajectory untrainable. `goes_on` says
+        that its messages extend those of the turn before: when its ids do not, that is a drift.
         """
         if missing := _missing(completion):
             self.untrainable_because = self.untrainable_because or f"{missing} (turn {turn})"
@@ -112,6 +115,7 @@ class Recorder:
         if segment is None or new is None:
             if segment is not None:
                 self._closed.append(segment.close())
+                self.drifts += goes_on
             segment = self._open = _Open()
             new = _int32(prompt)
             if type(prompt) is JsonIds:

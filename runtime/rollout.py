@@ -10,6 +10,7 @@ from turngate.envs.base import Action, End, EnvFactory, Snapshot, Step, Task, To
 from turngate.runtime.answers import answer_messages, answer_text, check_messages, checked_rewards, said_last, writable
 from turngate.runtime.clock import Clock
 from turngate.runtime.context import Context, FullHistory, History, full
+from turngate.runtime.conversation import Shown, conversation_of, token_mode_of
 from turngate.runtime.deadline import DeadlineExceeded
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.episode_env import TIMEOUTS, EpisodeEnv, Waits
@@ -138,7 +139,8 @@ class _Episode:
         self._first_observation = ""
         self._has_looked = False
         self._tools: tuple[ToolSpec, ...] = ()
-        self._recorder = Recorder()
+        self._conversation = conversation_of(endpoint)
+        self._recorder, self._last_shown = Recorder(), Shown()
         self._waits = Waits(limits)
         self._deadline = self._waits.deadline
         self._calls = ForeignCalls(f"trajectory {trajectory_id}", self._deadline, grace_s=limits.close_timeout_s)
@@ -197,7 +199,7 @@ class _Episode:
                     self._keep_last_context(sampled.completion)
                     return End.context_overflow
             # 3. Record it before anything else can fail.
-            self._record(sampled, turn, snapshot)
+            self._record(sampled, turn, snapshot, shown)
             # 4. Let the environment answer.
             end = await self._step(history, sampled)
             if end is not None:
@@ -251,7 +253,7 @@ class _Episode:
     async def _sample(self, shown: Sequence[Message], sampling: Sampling, turn: int) -> "_Sampled":
         self._waits.wait_for("completion")
         asked_s = self._now()
-        completion = await self._endpoint.complete(
+        completion = await self._conversation.complete(
             shown,
             sampling,
             seed=derive_seed(self._seed, "sampler", turn),
@@ -293,11 +295,14 @@ class _Episode:
         limit = self._limits.max_context_tokens
         return limit is not None and len(completion.prompt_token_ids) + len(completion.token_ids) > limit
 
-    def _record(self, sampled: "_Sampled", turn: int, snapshot: Snapshot | None) -> None:
+    def _record(self, sampled: "_Sampled", turn: int, snapshot: Snapshot | None, shown: Sequence[Message]) -> None:
         if sampled.is_injected:
             sampled.segment, sampled.start = self._recorder.position()
         else:
-            sampled.segment, sampled.start, sampled.length = self._recorder.add(sampled.completion, turn)
+            goes_on = self._last_shown.is_extended_by(shown)
+            place = self._recorder.add(sampled.completion, turn, goes_on=goes_on)
+            sampled.segment, sampled.start, sampled.length = place
+            self._last_shown.add(shown, sampled.said, goes_on=goes_on)
         sampled.snapshot = snapshot
         self._pending = sampled
 
@@ -309,7 +314,7 @@ class _Episode:
         turn = self._turn(sampled, step, rewards, self._now() - asked_s)
         self._turns.append(turn)
         self._pending = None
-        history.append_turn(_said(completion), answer_messages(step.observation))
+        history.append_turn(sampled.said, answer_messages(step.observation))
         if (tell := self._events.turn_finished) is not None:
             tell(TurnFinished(self._id, turn))
         return step.end
@@ -348,7 +353,7 @@ class _Episode:
         is_whole = recorder.knows_last_context or (pending is not None and not pending.is_injected)
         if pending is not None:
             # Its tokens are in the segments, so the turn must be among the turns, answered or not.
-            messages.append(_said(pending.completion))
+            messages.append(pending.said)
             self._turns.append(self._turn(pending, None, {}, 0.0))
             self._pending = None
         trajectory = Trajectory(
@@ -366,6 +371,8 @@ class _Episode:
             messages=tuple(messages),
             last_context=(last_context := recorder.last_context() if end.is_truncation else b""),
             last_context_is_whole=is_whole and last_context != b"",
+            token_mode=token_mode_of(self._endpoint),
+            drifts=recorder.drifts,
             trainable=not recorder.untrainable_because,
             untrainable_because=recorder.untrainable_because,
             started_s=self._started_s,
@@ -382,15 +389,12 @@ class _Episode:
 class _Sampled:
     """A completion and what the record needs to know about it until the environment has answered."""
 
-    __slots__ = ("completion", "is_injected", "length", "model_s", "segment", "snapshot", "start")
+    __slots__ = ("completion", "is_injected", "length", "model_s", "said", "segment", "snapshot", "start")
 
     def __init__(self, completion: Completion, model_s: float, *, is_injected: bool = False) -> None:
         self.completion = completion
+        self.said = Message("assistant", completion.text, completion.tool_calls)
         self.model_s = model_s
         self.is_injected = is_injected
         self.segment = self.start = self.length = 0
         self.snapshot: Snapshot | None = None
-
-
-def _said(completion: Completion) -> Message:
-    return Message("assistant", completion.text, completion.tool_calls)

@@ -114,6 +114,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Named judgements of the history after this turn, by scorers: progress, process scores, potentials. No rewards
     until a learner makes them so; kept apart from the environment's own."""
     valid: bool = True
+    role: str = ""
+    """Which agent of the episode acted; empty when there is only one."""
     injected: bool = False
     """True when something other than the policy chose the action: it has no tokens of its own (`length` 0), what it
     said is context to the turns after it."""
@@ -232,6 +234,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """True when `last_context` holds what the model would have been shown next (rollouts asked for `last_contexts`), or
     ends in the action that the environment did not answer. False when it is the last prompt with its completion,
     without the environment's last answer: no server has tokenised that."""
+    token_mode: str = ""
+    """Where the ids came from, see `TokenMode`; empty when the endpoint does not say."""
+    drifts: int = 0
+    """Turns whose messages extended what was shown before and whose ids did not: chats that were rendered or tokenised
+    differently the second time. Each started a segment of its own."""
     trainable: bool = True
     """False when the server gave no token ids or log-probs; `untrainable_because` says which."""
     untrainable_because: str = ""

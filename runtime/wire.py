@@ -74,8 +74,10 @@ class ChatRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     top_p: float
     max_tokens: int
     logprobs: bool
+    top_logprobs: int | None = None
     top_k: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     tools: tuple[WireTool, ...] = ()
@@ -92,6 +94,7 @@ class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     logprobs: int
     top_k: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     echo: bool = False

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.dialect import OPENAI
 from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.errors import (
     ConfigError,
@@ -99,10 +100,10 @@ async def test_tools_and_tool_calls_are_spelled_as_the_api_has_them():
     assert completion.tool_calls == (ToolCall("c2", "look", "{}"),)
 
 
-async def test_without_extensions_only_openai_fields_are_sent():
-    async with HostileServer() as server, endpoint_at(server, extensions=False) as endpoint:
+async def test_the_openai_dialect_sends_openai_fields_only():
+    async with HostileServer() as server, endpoint_at(server, dialect=OPENAI) as endpoint:
         await endpoint.complete(ASK, SAMPLING)
-        with pytest.raises(ConfigError, match="top_k needs a server with extensions"):
+        with pytest.raises(ConfigError, match="top_k needs a server that knows it"):
             await endpoint.complete(ASK, Sampling(top_k=5))
     assert set(server.requests[0]) == {"model", "messages", "temperature", "top_p", "max_tokens", "logprobs"}
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from turngate.envs.base import End, Task, ToolCall
+from turngate.runtime.dialect import OPENAI
 from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.errors import ConfigError, EndpointError, EndpointTimeout, MalformedReply
 from turngate.runtime.judge import JudgeEndpoint, parse_score, turn_prompt
@@ -217,7 +218,7 @@ async def test_judge_is_asked_over_the_wire_with_its_limits() -> None:
         return Reply(200, {}, json.dumps(fake_reply(body, "Fine.\n0.5")).encode())
 
     transport = FakeTransport(reply)
-    judge = JudgeEndpoint(Endpoint("http://judge/v1", model="judge", extensions=False, transport=transport))
+    judge = JudgeEndpoint(Endpoint("http://judge/v1", model="judge", dialect=OPENAI, transport=transport))
     assert await judge(episode("a")) == [0.5]
     ((path, body),) = transport.requests
     assert (path, body["model"], body["temperature"], body["max_tokens"]) == ("/chat/completions", "judge", 0.0, 512)

@@ -230,6 +230,30 @@ def test_a_server_that_refuses_an_overlong_prompt_truncates_the_episode():
     assert trajectory.error == "prompt is too long (trajectory t1.0, turn 1)"
 
 
+# Drift: the messages go on, the ids do not.
+
+
+def drifting_ids(messages):
+    """Render as a server whose template changes the first message once there are others."""
+    return [999, *render_ids(messages)] if len(messages) > 1 else render_ids(messages)
+
+
+def test_a_prompt_that_is_rendered_differently_the_second_time_is_a_counted_drift():
+    def answer(messages):
+        return Completion("ok", [5, 6], [-1.0, -1.0], [0, 0], drifting_ids(messages))
+
+    trajectory = play(lambda: EchoEnv(2), endpoint=FakeEndpoint(answer))
+    assert (trajectory.drifts, len(trajectory.segments)) == (1, 2)
+    assert trajectory.policy_tokens == sum(sum(s.policy_mask) for s in trajectory.segments) == 4
+
+
+def test_contexts_that_were_rewritten_on_purpose_are_no_drift():
+    trajectory = play(lambda: EchoEnv(4), ["one", "two", "three", "four"], context=last_turns(1))
+    assert len(trajectory.segments) > 1
+    assert trajectory.drifts == 0
+    assert play(lambda: EchoEnv(2), ["one", "two"]).drifts == 0
+
+
 # The context to bootstrap from.
 
 
@@ -600,7 +624,7 @@ def test_an_endpoint_that_fails_is_an_endpoint_error_and_keeps_the_turns_before(
 def test_a_bug_of_ours_propagates_and_the_environment_is_closed(monkeypatch):
     factory = Kept(EchoEnv)
 
-    def broken(recorder, completion, turn):
+    def broken(recorder, completion, turn, **rest):
         raise KeyError("bug")
 
     monkeypatch.setattr(Recorder, "add", broken)
