@@ -14,7 +14,6 @@ from turngate.runtime.engine.model_thread import ModelThread
 from turngate.runtime.engine.protocol import (
     ChatRequest,
     CompletionRequest,
-    RequestError,
     SamplingFields,
     decode_request,
     token_id_prompts,
@@ -37,10 +36,9 @@ from turngate.runtime.engine.request import Finished, Request
 from turngate.runtime.engine.streaming import ChatStream, CompletionStream, Envelope, send_stream
 from turngate.runtime.engine.tokenizer import StreamDecoder, Tokenizer
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.openai_api.refusals import JSON_HEADERS, RequestError
 
 __all__ = ["Completions"]
-
-JSON_HEADERS = {"Content-Type": "application/json"}
 
 _TEXT_TOKENS = 16
 """OpenAI's default length of text completions; chat completions have none."""

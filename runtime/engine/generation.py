@@ -8,9 +8,9 @@ from functools import partial
 from types import TracebackType
 
 from turngate.runtime.engine.model_thread import ModelThread, Outcome
-from turngate.runtime.engine.protocol import RequestError
 from turngate.runtime.engine.request import Finished, Progress, Rejection, Request
 from turngate.runtime.errors import EndpointError
+from turngate.runtime.openai_api.refusals import RequestError
 
 __all__ = ["Generation", "choice_seed"]
 

@@ -5,14 +5,13 @@ ignored, as other servers do; fields that would change the distribution and are 
 than ignored, because a client that trains on the reply must be able to trust its log-probs.
 """
 
-import json
 import math
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.openai_api.refusals import RequestError, decode_json
 from turngate.runtime.types import Message
 
 __all__ = [
@@ -24,12 +23,10 @@ __all__ = [
     "ContentPart",
     "OfferedFunction",
     "OfferedTool",
-    "RequestError",
     "SamplingFields",
     "StreamOptions",
     "WeightsRequest",
     "decode_request",
-    "nested_too_deep",
     "token_id_prompts",
 ]
 
@@ -40,33 +37,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 """Every stop string is searched for after every token."""
 
-_PATH = re.compile(r" - at `\$\.?(.*)`$")
-_MISSING = re.compile(r"missing required field `([^`]+)`")
 _SEED_BOUND = 2**63
 MAX_POLICY_VERSION = 2**31 - 1
 """Clients store one version per token, as an int32."""
-
-
-class RequestError(Exception):
-    """The engine refuses a request; becomes an OpenAI-style error reply."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.param = param
-        self.code = code
-        self.kind = kind
-        self.retry_after_s = retry_after_s
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -231,22 +204,10 @@ def decode_request(decoder: "msgspec.json.Decoder[RequestT]", body: bytes) -> Re
 
     Raises: RequestError: 400 with the field named in `param`, as precisely as it is known.
     """
-    try:
-        request = decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _as_request_error(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(body, error) from None
-    except RecursionError:
-        raise nested_too_deep() from None
+    request = decode_json(decoder, body)
     if isinstance(request, SamplingFields):
         _check_sampling(request)
     return request
-
-
-def nested_too_deep() -> RequestError:
-    """Return the reply to a request whose JSON has more levels than Python can follow."""
-    return RequestError("the body must be nested less deeply: got more levels than can be read")
 
 
 def token_id_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -267,33 +228,6 @@ def token_id_prompts(prompt: str | list[str | int | list[int]]) -> list[str | li
             param="prompt",
         )
     return prompts
-
-
-def _as_request_error(error: msgspec.ValidationError) -> RequestError:
-    text = str(error)
-    path, missing = _PATH.search(text), _MISSING.search(text)
-    where = path.group(1) if path else ""
-    if missing:
-        where = f"{where}.{missing.group(1)}" if where else missing.group(1)
-    return RequestError(f"{where or 'the body'} must fit the schema: {_PATH.sub('', text)}", param=where or None)
-
-
-def _malformed(body: bytes, error: Exception) -> RequestError:
-    """Explain a body that is no JSON; NaN and Infinity, which many clients write, are traced to their field."""
-    unreal: list[str] = []
-    try:
-        parsed = json.loads(body, parse_constant=lambda constant: _Unreal(constant))
-    except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict):
-        unreal = [name for name, value in parsed.items() if isinstance(value, _Unreal)]
-    if unreal:
-        return RequestError(f"{unreal[0]} must be finite: JSON has no NaN or Infinity", param=unreal[0])
-    return RequestError(f"the body must be valid JSON: {error}")
-
-
-class _Unreal(str):
-    """Stands for NaN or Infinity in a leniently parsed body."""
 
 
 def _refuse_unsupported(request: SamplingFields, neutral_values: dict[str, tuple[Any, ...]]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from turngate.envs.base import ToolCall
-from turngate.runtime.engine.protocol import RequestError
 from turngate.runtime.engine.request import Finished, TopLogprobs
 from turngate.runtime.engine.tokenizer import StreamDecoder, Tokenizer
 
@@ -24,7 +23,6 @@ __all__ = [
     "Usage",
     "chat_logprobs",
     "completion_logprobs",
-    "error_body",
     "implied_space",
     "now_s",
     "tool_call_parts",
@@ -221,12 +219,6 @@ def usage_of(prompts: Sequence[Sequence[int]], finished: Sequence[Finished], n: 
     completion_tokens = sum(len(one.token_ids) for one in finished)
     cached = sum(one.cached_tokens for one in finished[::n])
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached))
-
-
-def error_body(error: RequestError) -> bytes:
-    """Return an error as OpenAI spells it."""
-    told = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": told})
 
 
 def now_s() -> int:

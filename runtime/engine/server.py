@@ -16,16 +16,23 @@ import torch
 from aiohttp import web
 
 from turngate.runtime.engine.batcher import Batcher
-from turngate.runtime.engine.completions import JSON_HEADERS, Completions
+from turngate.runtime.engine.completions import Completions
 from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.model_thread import ModelThread
-from turngate.runtime.engine.protocol import RequestError, WeightsRequest, decode_request, nested_too_deep
-from turngate.runtime.engine.replies import error_body, now_s
+from turngate.runtime.engine.protocol import WeightsRequest, decode_request
+from turngate.runtime.engine.replies import now_s
 from turngate.runtime.engine.request import BatcherConfig
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.engine.updates import WeightUpdates
 from turngate.runtime.errors import ConfigError, EndpointError, PublishError
+from turngate.runtime.openai_api.refusals import (
+    JSON_HEADERS,
+    RequestError,
+    error_body,
+    nested_too_deep,
+    refusal_headers,
+)
 from turngate.runtime.transport import raise_file_limit
 
 __all__ = ["EngineServer", "load_model", "serve"]
@@ -284,12 +291,7 @@ def _json(told: dict[str, Any], *, status: int = 200) -> web.Response:
 
 
 def _refuse(error: RequestError) -> web.Response:
-    headers = dict(JSON_HEADERS)
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(body=error_body(error), status=error.status, headers=headers)
+    return web.Response(body=error_body(error), status=error.status, headers=refusal_headers(error))
 
 
 _METRIC_NAMES = {"busy_s": "busy_seconds"}

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from turngate.runtime.engine.chat import parse_reply
 from turngate.runtime.engine.generation import Generation
-from turngate.runtime.engine.protocol import ChatRequest, CompletionRequest, RequestError
+from turngate.runtime.engine.protocol import ChatRequest, CompletionRequest
 from turngate.runtime.engine.replies import (
     OMIT,
     ChatChoice,
@@ -20,13 +20,13 @@ from turngate.runtime.engine.replies import (
     Usage,
     chat_logprobs,
     completion_logprobs,
-    error_body,
     implied_space,
     tool_call_parts,
     usage_of,
 )
 from turngate.runtime.engine.request import Finished, Progress
 from turngate.runtime.engine.tokenizer import StreamDecoder, Tokenizer
+from turngate.runtime.openai_api.refusals import RequestError, error_body
 
 __all__ = ["ChatStream", "CompletionStream", "Envelope", "send_stream"]
 

@@ -10,8 +10,8 @@ from turngate.runtime.engine.batcher import Batcher
 from turngate.runtime.engine.generation import server_error
 from turngate.runtime.engine.model import WEIGHTS_FILE, PolicyModel
 from turngate.runtime.engine.model_thread import ModelThread
-from turngate.runtime.engine.protocol import RequestError
 from turngate.runtime.errors import EndpointError, PublishError
+from turngate.runtime.openai_api.refusals import RequestError
 
 __all__ = ["WeightUpdates"]
 

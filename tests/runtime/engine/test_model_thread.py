@@ -4,9 +4,9 @@ import pytest
 
 from turngate.runtime.engine.generation import Generation, choice_seed
 from turngate.runtime.engine.model_thread import ModelThread
-from turngate.runtime.engine.protocol import RequestError
 from turngate.runtime.engine.request import Finished, Progress, Request
 from turngate.runtime.errors import EndpointError, PublishError
+from turngate.runtime.openai_api.refusals import RequestError
 
 
 @pytest.fixture
