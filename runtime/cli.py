@@ -1,18 +1,16 @@
-"""The command line: `turngate serve MODEL_FOLDER`."""
+"""The command line: `turngate COMMAND`, one module of `turngate.runtime.commands` per command."""
 
 import argparse
-import asyncio
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from turngate.runtime.errors import ConfigError, TurngateError
+from turngate.runtime.commands import serve
+from turngate.runtime.errors import TurngateError
 
 __all__ = ["main"]
 
-_WEIGHTS = "model.safetensors"  # by name: the module that defines it needs torch
+_COMMANDS = (serve,)
+"""In the order of the help text."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,66 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="turngate", description="Reinforcement learning of language model agents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_serve(commands)
+    for command in _COMMANDS:
+        command.add(commands)
     return parser
-
-
-def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    serve = commands.add_parser("serve", help="serve a model folder over the OpenAI API until interrupted")
-    serve.add_argument("model_folder", type=Path, help="folder with config.json, tokenizer.json, model.safetensors")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port, 0 for a free one (default: %(default)s)")
-    serve.add_argument(
-        "--api-key",
-        default=os.environ.get("TURNGATE_API_KEY") or None,
-        help="key that requests must carry; also read from TURNGATE_API_KEY, where other users cannot see it",
-    )
-    serve.add_argument("--model-name", default="policy", help="what clients call the model (default: %(default)s)")
-    serve.add_argument("--policy-version", type=int, default=0, help="version of the weights (default: %(default)s)")
-    serve.add_argument("--max-running", type=int, default=128, help="sequences decoded together (default: %(default)s)")
-    serve.add_argument("--max-waiting", type=int, default=8192, help="sequences that may wait (default: %(default)s)")
-    serve.set_defaults(run=_serve)
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    # Late: --help and the other commands need no torch.
-    from turngate.runtime.engine.config import EngineConfig
-    from turngate.runtime.engine.server import load_model, serve
-
-    config = EngineConfig(
-        host=arguments.host,
-        port=arguments.port,
-        api_key=arguments.api_key,
-        model_name=arguments.model_name,
-        policy_version=arguments.policy_version,
-        max_running=arguments.max_running,
-        max_waiting=arguments.max_waiting,
-    )
-    if config.api_key is None and config.host not in ("127.0.0.1", "localhost", "::1"):
-        print(
-            f"turngate: serving on {config.host} without --api-key: everybody who reaches it can replace the weights",
-            file=sys.stderr,
-        )
-    _check_folder(arguments.model_folder)
-    model, tokenizer = load_model(arguments.model_folder)
-
-    def announce(port: int) -> None:
-        print(f"serving {config.model_name} at http://{config.host}:{port}/v1", flush=True)
-
-    async def run() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await serve(model, tokenizer, config, stop, on_ready=announce)
-
-    asyncio.run(run())
-    return 0
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise ConfigError for a folder that holds model folders, a run or a checkpoint; the error names the newest."""
-    if (folder / _WEIGHTS).exists():
-        return
-    for pattern in ("checkpoints/update-*/model", "update-*/model", "model"):
-        if found := sorted(path.parent for path in folder.glob(f"{pattern}/{_WEIGHTS}")):
-            raise ConfigError(f"MODEL_FOLDER must hold {_WEIGHTS} itself: {folder} does not; serve {found[-1]}")
