@@ -6,11 +6,11 @@ from turngate.envs.base import Action, Observation, Step, Task, ToolCall, ToolRe
 from turngate.envs.shopping.env import ShoppingEnv
 from turngate.envs.shopping.grammar import MAX_ARGUMENT_CHARS, Command
 
-__all__ = ["SHOPPING_TOOLS", "ShoppingToolEnv"]
+__all__ = ["ARGUMENT_NAMES", "SHOPPING_TOOLS", "ShoppingToolEnv"]
 
 TOOL_INSTRUCTIONS = "You are shopping. Use the tools; buying ends the task."
 
-_ARGUMENTS = {"search": "query", "click": "item", "select": "color", "buy": "item"}
+ARGUMENT_NAMES = {"search": "query", "click": "item", "select": "color", "buy": "item"}
 _DESCRIPTIONS = {
     "search": "List items whose title matches the words of the query.",
     "click": "Open a listed item: shows its price, rating and colors.",
@@ -21,7 +21,7 @@ _DESCRIPTIONS = {
 
 
 def _tool_spec(verb: str) -> ToolSpec:
-    name = _ARGUMENTS.get(verb)
+    name = ARGUMENT_NAMES.get(verb)
     properties = {name: {"type": "string"}} if name else {}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     return ToolSpec(verb, _DESCRIPTIONS[verb], schema)
@@ -59,7 +59,7 @@ def _parse_call(call: ToolCall) -> Command | None:
     """Return the command a call stands for, or None when name or arguments do not fit the schema."""
     if call.name not in _DESCRIPTIONS:
         return None
-    name = _ARGUMENTS.get(call.name)
+    name = ARGUMENT_NAMES.get(call.name)
     try:
         arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, str])
     except (msgspec.DecodeError, UnicodeEncodeError):  # a lone surrogate cannot be encoded
