@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turngate.runtime import recorder as recorder_module
+from turngate.runtime import open_segment as open_segment_module
 from turngate.runtime.json_ids import JsonIds, parse_ids
 from turngate.runtime.recorder import Recorder
 from turngate.runtime.types import NO_TURN, NO_VERSION, Completion
@@ -118,7 +118,7 @@ def test_each_turn_parses_its_new_part_only(monkeypatch):
         parsed.append(len(text))
         return parse_ids(text)
 
-    monkeypatch.setattr(recorder_module, "parse_ids", parse_and_measure)
+    monkeypatch.setattr(open_segment_module, "parse_ids", parse_and_measure)
     recorder, prompt = Recorder(), [100] * 10
     for turn in range(60):
         recorder.add(completion(prompt, [200] * 5, as_json=True), turn)
