@@ -9,8 +9,10 @@ TurngateError
 │   └── MalformedReply              the server answered, but not with what was asked for
 ├── EnvError        (RuntimeError)  the environment raised or hung
 ├── ToolError       (RuntimeError)  a tool raised or hung
+├── GuidanceError   (ValueError)    values of actions from which nothing can be chosen
 ├── LearnerError    (RuntimeError)  the learner failed or its process died
-├── PublishError    (RuntimeError)  new weights did not reach the server; the old version still serves
+├── PublishError    (RuntimeError)  new weights did not reach the server; the message says what serves now
+│   └── PublishRefused              publishing them again cannot help
 ├── RecordError     (ValueError)    a record contradicts itself
 └── StalenessError  (RuntimeError)  a token older than the bound reached a batch: a bug, never data
 """
@@ -22,9 +24,11 @@ __all__ = [
     "EndpointRefused",
     "EndpointTimeout",
     "EnvError",
+    "GuidanceError",
     "LearnerError",
     "MalformedReply",
     "PublishError",
+    "PublishRefused",
     "RecordError",
     "StalenessError",
     "ToolError",
@@ -42,6 +46,17 @@ class ConfigError(TurngateError, ValueError):
 
 class EndpointError(TurngateError, RuntimeError):
     """The inference server failed, after the retries that could help."""
+
+    def __init__(self, message: str = "", *, status: int = 0, told: str = "", retry_after_s: float = 0.0) -> None:
+        """Say what failed.
+
+        Args: status: of the server's last reply, 0 when there was none. told: what the server itself said, without
+            where it is. retry_after_s: how long it asked us to wait.
+        """
+        super().__init__(message)
+        self.status = status
+        self.told = told
+        self.retry_after_s = retry_after_s
 
 
 class EndpointTimeout(EndpointError, TimeoutError):
@@ -68,12 +83,20 @@ class ToolError(TurngateError, RuntimeError):
     """A tool raised or hung."""
 
 
+class GuidanceError(TurngateError, ValueError):
+    """Values of actions from which nothing can be chosen: NaN, infinite, or all forbidden."""
+
+
 class LearnerError(TurngateError, RuntimeError):
     """The learner failed, or the process that runs it died."""
 
 
 class PublishError(TurngateError, RuntimeError):
-    """New weights did not reach the server; the old version is still serving."""
+    """New weights did not reach the server; the old version still serves unless the message says otherwise."""
+
+
+class PublishRefused(PublishError):
+    """The server will not take these weights, or does not answer like them; publishing them again cannot help."""
 
 
 class RecordError(TurngateError, ValueError):
