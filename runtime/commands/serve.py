@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from turngate.runtime.commands import Commands
 from turngate.runtime.errors import ConfigError
