@@ -1,26 +1,19 @@
 """The hot client: completions from an OpenAI-compatible server, recorded exactly, at little CPU."""
 
-import asyncio
-import email.utils
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from random import Random
 from types import TracebackType
 from typing import Protocol, Self, cast
 
 import msgspec
+from yarl import URL
 
 from turngate.envs.base import ToolSpec
 from turngate.runtime.dialect import Dialect
-from turngate.runtime.errors import (
-    ConfigError,
-    ContextOverflow,
-    EndpointError,
-    EndpointRefused,
-    EndpointTimeout,
-    MalformedReply,
-)
-from turngate.runtime.transport import HttpTransport, Reply, Transport
+from turngate.runtime.errors import ConfigError, MalformedReply
+from turngate.runtime.retries import RetryingClient
+from turngate.runtime.transport import HttpTransport, Transport
 from turngate.runtime.types import Completion, Message, Sampling
 from turngate.runtime.weights import WeightPublisher
 from turngate.runtime.wire import (
@@ -31,30 +24,12 @@ from turngate.runtime.wire import (
     chat_completion,
     check_logprobs,
     decode_reply,
-    error_message,
     text_completion,
     wire_messages,
     wire_tools,
 )
 
 __all__ = ["ChatEndpoint", "Endpoint", "EndpointStatistics"]
-
-_RETRIED_STATUSES = frozenset({408, 409, 425, 429})
-"""What a later attempt may cure, beside every 5xx."""
-_FIRST_DELAY_S = 0.25
-_MAX_DELAY_S = 8.0
-"""Backoff doubles from the first delay up to the maximum: about 15 s over six retries, enough for a restart."""
-_OVERFLOW_SIGNS = (
-    "context_length_exceeded",
-    "context length",
-    "context window",
-    "context size",
-    "maximum context",
-    "maximum model length",
-    "prompt is too long",
-    "input is too long",
-)
-"""How OpenAI, vLLM, SGLang, llama.cpp and the embedded engine word the refusal of a prompt that is too long."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -137,27 +112,25 @@ class Endpoint:
             transport: replaces HTTP, for tests. random: draws the jitter of retries.
         Raises: ConfigError: the URL or a limit cannot work.
         """
-        if max_retries < 0:
-            raise ConfigError(f"max_retries must be 0 or more: got {max_retries}")
-        self.url = url.rstrip("/")
         self.model = model
         self.policy_version = policy_version
         self.publisher = publisher
+        userinfo = _userinfo(url)
+        self.secrets = (*userinfo, api_key) if api_key else userinfo
+        """What must not be shown to others: the key, or what the URL says of who we are."""
+        if api_key and userinfo:
+            raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._transport = transport if transport is not None else HttpTransport(self.url, headers=headers)
+        carrier = transport if transport is not None else HttpTransport(url, headers=headers)
+        self.url = str(URL(url.rstrip("/")).with_user(None)) if userinfo else url.rstrip("/")
+        """Where the server is; a name and password in the URL given are used, and never shown."""
+        self._client = RetryingClient(self.url, carrier, max_retries=max_retries, random=random or Random())
         self.dialect = dialect
-        self._max_retries = max_retries
-        self._random = random or Random()
-        self._in_flight = self._completed = self._retries = 0
-        self._refused = self._timeouts = self._malformed = self._failed = 0
+        self._malformed = 0
         self._prompt_tokens = self._completion_tokens = 0
-        self._latency_s = 0.0
 
     def __repr__(self) -> str:
-        return (
-            f"<Endpoint {self.model} at {self.url}, version {self.policy_version}, "
-            f"{self._in_flight} in flight, {self._completed} completed, {self._retries} retries>"
-        )
+        return f"<Endpoint {self.model} at {self.url}, version {self.policy_version}, {self._client!r}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -169,21 +142,22 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Close the connections of the running loop."""
-        await self._transport.aclose()
+        await self._client.transport.aclose()
 
     def statistics(self) -> EndpointStatistics:
         """Return the counts as they are now."""
+        client = self._client
         return EndpointStatistics(
-            in_flight=self._in_flight,
-            completed=self._completed,
-            retries=self._retries,
-            refused=self._refused,
-            timeouts=self._timeouts,
+            in_flight=client.in_flight,
+            completed=client.completed,
+            retries=client.retries,
+            refused=client.refused,
+            timeouts=client.timeouts,
             malformed=self._malformed,
-            failed=self._failed,
+            failed=client.failed,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
-            latency_mean_s=self._latency_s / self._completed if self._completed else 0.0,
+            latency_mean_s=client.latency_s / client.completed if client.completed else 0.0,
         )
 
     async def complete(
@@ -217,7 +191,7 @@ class Endpoint:
             tools=wire_tools(tools) if tools else (),
         )
         sent = self.policy_version
-        body = await self._request("/chat/completions", _encode(request), timeout_s)
+        body = await self._client.request("/chat/completions", _encode(request), timeout_s)
         try:
             reply = cast(ChatReply, decode_reply(body))
             completion = chat_completion(reply, sent, self.policy_version, self._newest_version())
@@ -282,7 +256,7 @@ class Endpoint:
             stop=sampling.stop,
             echo=echo,
         )
-        body = await self._request("/completions", _encode(request), timeout_s)
+        body = await self._client.request("/completions", _encode(request), timeout_s)
         try:
             return cast(TextReply, decode_reply(body, text=True))
         except MalformedReply as error:
@@ -310,72 +284,26 @@ class Endpoint:
         self._malformed += 1
         return MalformedReply(f"{error} (POST {self.url}{path})")
 
-    async def _request(self, path: str, body: bytes, timeout_s: float) -> bytes:
-        """Post, retrying what a retry may cure, and return the body of the first success."""
-        now = asyncio.get_running_loop().time
-        started = now()
-        deadline = started + timeout_s
-        attempt = 0
-        self._in_flight += 1
-        try:
-            while True:
-                try:
-                    reply = await self._transport.post(path, body, timeout_s=deadline - now())
-                except TimeoutError as error:
-                    self._timeouts += 1
-                    raise EndpointTimeout(
-                        f"reply must arrive within {timeout_s:g} s: got none (POST {self.url}{path}, "
-                        f"{attempt} retries); check the server, or raise the request timeout"
-                    ) from error
-                except ConnectionError as error:
-                    problem, wanted_s = str(error), 0.0
-                else:
-                    if reply.status == 200:
-                        self._completed += 1
-                        self._latency_s += now() - started
-                        return reply.body
-                    problem, wanted_s = self._refuse_or_retry(reply, path)
-                delay_s = max(self._backoff_s(attempt), wanted_s)
-                if attempt >= self._max_retries or now() + delay_s >= deadline:
-                    self._failed += 1
-                    raise EndpointError(
-                        f"server must answer: got {problem} (POST {self.url}{path}, {attempt} retries in "
-                        f"{now() - started:.1f} s); check that it is up"
-                    )
-                attempt += 1
-                self._retries += 1
-                await asyncio.sleep(delay_s)
-        finally:
-            self._in_flight -= 1
+    async def request(self, path: str, body: bytes, *, timeout_s: float = 600.0) -> bytes:
+        """Post a JSON body below the URL and return the reply's, after the retries that could help.
 
-    def _refuse_or_retry(self, reply: Reply, path: str) -> tuple[str, float]:
-        """Return (problem, seconds the server wants us to wait) for a reply worth retrying; raise for any other."""
-        message = error_message(reply.body)
-        if reply.status in _RETRIED_STATUSES or reply.status >= 500:
-            return f"status {reply.status}: {message}", _retry_after_s(reply)
-        self._refused += 1
-        kind: type[EndpointRefused] = EndpointRefused
-        if any(sign in message.lower() for sign in _OVERFLOW_SIGNS):
-            kind = ContextOverflow
-        raise kind(
-            f"request must be acceptable to the server: got status {reply.status}: {message} (POST {self.url}{path})"
-        )
+        For what has no method of its own; nothing is added to the body. Raises as `complete` does.
+        """
+        return await self._client.request(path, body, timeout_s)
 
-    def _backoff_s(self, attempt: int) -> float:
-        # Half of it jittered: enough to part the clients of a server that comes back, never a wait of nothing.
-        return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0**attempt) * (0.5 + 0.5 * self._random.random())
+    def stream(
+        self, path: str, body: bytes, *, timeout_s: float = 600.0
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """Post a JSON body below the URL; the block is given the reply's bytes as they come.
+
+        Leaving the block closes the connection, unless the reply was read to its end, so that the server can stop.
+        Raises as `complete` does, from the iterator too.
+        """
+        return self._client.stream(path, body, timeout_s)
 
 
-def _retry_after_s(reply: Reply) -> float:
-    """Return what Retry-After asks for, in seconds or as an HTTP date; 0 when absent or unreadable."""
-    value = reply.headers.get("Retry-After")
-    if not value:
-        return 0.0
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+def _userinfo(url: str) -> tuple[str, ...]:
+    """Return the password that a URL carries, as written and decoded, and the name with it."""
+    found = URL(url)
+    parts = (found.raw_password, found.password, f"{found.raw_user}:{found.raw_password}" if found.raw_password else "")
+    return tuple(part for part in parts if part)

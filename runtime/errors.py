@@ -10,6 +10,9 @@ TurngateError
 ├── EnvError        (RuntimeError)  the environment raised or hung
 ├── ToolError       (RuntimeError)  a tool raised or hung
 ├── GuidanceError   (ValueError)    values of actions from which nothing can be chosen
+├── SessionError    (RuntimeError)  a session takes no more requests
+│   ├── SessionSealed               its episode is over
+│   └── SessionLimit                its episode has reached a limit; it can still be given rewards
 ├── LearnerError    (RuntimeError)  the learner failed or its process died
 ├── PublishError    (RuntimeError)  new weights did not reach the server; the message says what serves now
 │   └── PublishRefused              publishing them again cannot help
@@ -30,6 +33,9 @@ __all__ = [
     "PublishError",
     "PublishRefused",
     "RecordError",
+    "SessionError",
+    "SessionLimit",
+    "SessionSealed",
     "StalenessError",
     "ToolError",
     "TurngateError",
@@ -85,6 +91,18 @@ class ToolError(TurngateError, RuntimeError):
 
 class GuidanceError(TurngateError, ValueError):
     """Values of actions from which nothing can be chosen: NaN, infinite, or all forbidden."""
+
+
+class SessionError(TurngateError, RuntimeError):
+    """A session takes no more requests; the message says why."""
+
+
+class SessionSealed(SessionError):
+    """The session's episode is over: it takes neither requests nor rewards."""
+
+
+class SessionLimit(SessionError):
+    """The session's episode has reached one of its limits: it takes no more requests, but rewards until it is sealed."""
 
 
 class LearnerError(TurngateError, RuntimeError):

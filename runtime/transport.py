@@ -1,8 +1,8 @@
 """How requests reach a server: one method, and its implementation on aiohttp."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -10,8 +10,9 @@ from yarl import URL
 from turngate.runtime.deadline import Deadline
 from turngate.runtime.errors import ConfigError, MalformedReply
 
-__all__ = ["HttpTransport", "Reply", "Transport", "raise_file_limit"]
+__all__ = ["HttpTransport", "OpenReply", "Reply", "Transport", "raise_file_limit"]
 
+_T = TypeVar("_T")
 
 _MAX_ERROR_BYTES = 64 * 1024
 """Of a reply that is no success; the rest is cut off, as its start says what is wrong."""
@@ -26,6 +27,34 @@ class Reply(NamedTuple):
     body: bytes
 
 
+class OpenReply(Protocol):
+    """An HTTP reply of which the body may still come."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Case-insensitive."""
+        ...
+
+    @property
+    def body(self) -> bytes:
+        """With an error status the body, maybe cut, and nothing is left to read; else empty."""
+        ...
+
+    async def read(self, *, timeout_s: float) -> bytes:
+        """Return the next bytes of the body as they came, empty at its end. Cancelled: `close` it.
+
+        Raises: ConnectionError: the body broke off. TimeoutError: nothing came within `timeout_s`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection, which closes it unless the body was read to its end. May be called twice."""
+        ...
+
+
 class Transport(Protocol):
     """Carries requests to one server."""
 
@@ -34,6 +63,10 @@ class Transport(Protocol):
 
         Raises: ConnectionError: no whole reply arrived. TimeoutError: none within `timeout_s`.
         """
+        ...
+
+    async def open(self, path: str, body: bytes, *, timeout_s: float) -> OpenReply:
+        """Send JSON and return the reply as soon as its status is known; `close` it. Raises as `post` does."""
         ...
 
     async def aclose(self) -> None:
@@ -88,6 +121,15 @@ class HttpTransport:
 
         Raises: ConnectionError, TimeoutError: as the protocol says. MalformedReply: it is longer than any can be.
         """
+        return await self._send(path, lambda session, url: _post(session, url, body, self._max_body_bytes), timeout_s)
+
+    async def open(self, path: str, body: bytes, *, timeout_s: float) -> OpenReply:
+        """Send JSON and return the reply once its status is known; a stale connection is retried as in `post`."""
+        return await self._send(path, lambda session, url: _open(session, url, body, self._max_body_bytes), timeout_s)
+
+    async def _send(
+        self, path: str, send: "Callable[[aiohttp.ClientSession, URL], Awaitable[_T]]", timeout_s: float
+    ) -> "_T":
         loop = asyncio.get_running_loop()
         sessions = self._sessions.get(loop) or await self._open(loop)
         url = self._urls.get(path)
@@ -97,11 +139,11 @@ class HttpTransport:
             deadline.set(loop.time() + timeout_s, "request")
             try:
                 try:
-                    return await _post(sessions.pooled, url, body, self._max_body_bytes)
+                    return await send(sessions.pooled, url)
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                     if isinstance(error, aiohttp.ClientConnectorError):
                         raise  # nothing was reused: the server is not there
-                    return await _post(sessions.single_use(), url, body, self._max_body_bytes)
+                    return await send(sessions.single_use(), url)
             except (aiohttp.ClientError, OSError) as error:
                 raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
@@ -164,6 +206,59 @@ async def _post(session: aiohttp.ClientSession, url: URL, body: bytes, max_bytes
     else:
         found = await _read_bounded(response, limit)
     return Reply(response.status, response.headers, found)
+
+
+async def _open(session: aiohttp.ClientSession, url: URL, body: bytes, max_bytes: int) -> OpenReply:
+    response = await session.post(url, data=body, allow_redirects=False)
+    if response.status == 200:
+        return _Streaming(response, max_bytes)
+    return _Failed(response.status, response.headers, await _read_bounded(response, _MAX_ERROR_BYTES))
+
+
+class _Failed(NamedTuple):
+    """A reply that is no success, read already."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    async def read(self, *, timeout_s: float) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        pass
+
+
+class _Streaming:
+    """A reply that is being read."""
+
+    body = b""
+
+    def __init__(self, response: aiohttp.ClientResponse, max_bytes: int) -> None:
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._response = response
+        self._left = self._max_bytes = max_bytes
+
+    def __repr__(self) -> str:
+        return f"<_Streaming {self._max_bytes - self._left} bytes read>"
+
+    async def read(self, *, timeout_s: float) -> bytes:
+        with Deadline() as deadline:
+            deadline.set(asyncio.get_running_loop().time() + timeout_s, "stream")
+            try:
+                chunk = await self._response.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        self._left -= len(chunk)
+        if self._left < 0:
+            raise MalformedReply(
+                f"streamed reply must have at most {self._max_bytes} bytes: got more, and read no further"
+            )
+        return chunk
+
+    def close(self) -> None:
+        self._response.close()  # a connection whose reply was read to the end went back to the pool before
 
 
 async def _read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:

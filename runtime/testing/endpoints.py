@@ -174,6 +174,24 @@ def fake_reply(request: Mapping[str, Any], text: str, *, policy_version: int = 0
     }
 
 
+class FakeOpenReply(NamedTuple):
+    """A reply of which the body comes in the pieces given."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    pieces: list[bytes]
+
+    async def read(self, *, timeout_s: float) -> bytes:
+        """Return the next piece."""
+        await asyncio.sleep(0)
+        return self.pieces.pop(0) if self.pieces else b""
+
+    def close(self) -> None:
+        """Forget the rest."""
+        self.pieces.clear()
+
+
 class FakeTransport:
     """Answers posts from a script: a Reply, an exception, or a function of (path, decoded body)."""
 
@@ -198,6 +216,13 @@ class FakeTransport:
         if isinstance(answer, BaseException):
             raise answer
         return answer if isinstance(answer, Reply) else answer(path, self.requests[-1][1])
+
+    async def open(self, path: str, body: bytes, *, timeout_s: float) -> FakeOpenReply:
+        """Answer the next post line by line."""
+        reply = await self.post(path, body, timeout_s=timeout_s)
+        if reply.status != 200:
+            return FakeOpenReply(reply.status, reply.headers, reply.body, [])
+        return FakeOpenReply(200, reply.headers, b"", reply.body.splitlines(keepends=True))
 
     async def aclose(self) -> None:
         """Remember that it was closed."""

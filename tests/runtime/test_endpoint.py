@@ -388,8 +388,45 @@ async def test_an_endpoint_that_was_told_no_version_takes_what_the_server_says_u
 
 
 async def test_a_5xx_reply_nested_too_deep_to_read_is_retried_like_any_other(monkeypatch):
-    monkeypatch.setattr("turngate.runtime.endpoint._FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr("turngate.runtime.retries._FIRST_DELAY_S", 0.001)
     deep = raw(b'{"error": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 503)
     async with HostileServer(deep, answer("ok")) as server, endpoint_at(server) as endpoint:
         assert (await endpoint.complete(ASK, SAMPLING)).text == "ok"
         assert endpoint.statistics().retries == 1
+
+
+async def test_a_stream_is_retried_until_its_first_byte_and_then_comes_as_it_is():
+    pieces = []
+    async with HostileServer(status(500), raw(b"data: 1\n\ndata: 2\n\n")) as server:
+        async with Endpoint(server.url, model="m", random=Random(0)) as endpoint:
+            async with endpoint.stream("/chat/completions", b"{}", timeout_s=30) as reply:
+                assert endpoint.statistics().in_flight == 1
+                pieces += [piece async for piece in reply]
+            assert (endpoint.statistics().in_flight, endpoint.statistics().retries) == (0, 1)
+    assert b"".join(pieces) == b"data: 1\n\ndata: 2\n\n"
+
+
+async def test_a_stream_that_breaks_off_is_an_endpoint_error_and_is_not_retried():
+    async with HostileServer(broken()) as server, Endpoint(server.url, model="m") as endpoint:
+        with pytest.raises(EndpointError, match="must come whole"):
+            async with endpoint.stream("/chat/completions", b"{}", timeout_s=30) as reply:
+                assert [piece async for piece in reply] == [b"{"]
+        assert (endpoint.statistics().in_flight, endpoint.statistics().failed, len(server.requests)) == (0, 1, 1)
+
+
+async def test_an_error_carries_what_the_server_said_apart_from_where_it_is():
+    async with HostileServer(status(429, "slow down", Retry_After="9")) as server:
+        async with Endpoint(server.url, model="m", max_retries=0) as endpoint:
+            with pytest.raises(EndpointError) as caught:
+                await endpoint.request("/chat/completions", b"{}")
+    assert (caught.value.status, caught.value.told, caught.value.retry_after_s) == (429, "slow down", 9.0)
+
+
+async def test_credentials_in_the_url_are_secrets_and_are_not_shown():
+    endpoint = Endpoint("http://me:pa%20ss@127.0.0.1:9/v1", model="m", max_retries=0)
+    with pytest.raises(EndpointError) as caught:
+        await endpoint.request("/chat/completions", b"{}")
+    await endpoint.aclose()
+    assert set(endpoint.secrets) == {"pa%20ss", "pa ss", "me:pa%20ss"}
+    assert Endpoint("http://127.0.0.1:9/v1", model="m", api_key="sk-1").secrets == ("sk-1",)
+    assert not any(secret in f"{caught.value} {endpoint!r} {endpoint.url}" for secret in endpoint.secrets)

@@ -9,7 +9,7 @@ import pytest
 
 from turngate.runtime.errors import MalformedReply
 from turngate.runtime.testing import HostileServer
-from turngate.runtime.testing.hostile import answer, hang, raw, reset, status
+from turngate.runtime.testing.hostile import answer, broken, hang, raw, reset, status
 from turngate.runtime.transport import HttpTransport, raise_file_limit
 
 BODY = msgspec.json.encode({"model": "m", "messages": []})
@@ -154,3 +154,67 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_streamed_reply_comes_piece_by_piece_and_its_connection_lives_on():
+    go_on = asyncio.Event()
+
+    async def in_two(request, writer):
+        writer.write(b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        await writer.drain()
+        await go_on.wait()
+        writer.write(b"2\r\nde\r\n0\r\n\r\n")
+        await writer.drain()
+        return True
+
+    async with HostileServer(in_two) as server:
+        transport = HttpTransport(server.url)
+        reply = await transport.open("/chat/completions", BODY, timeout_s=30)
+        first = await reply.read(timeout_s=30)
+        go_on.set()
+        rest = await reply.read(timeout_s=30), await reply.read(timeout_s=30)
+        reply.close()
+        await post(transport)
+        await transport.aclose()
+        assert server.connections == 1
+    assert (reply.status, first, rest) == (200, b"abc", (b"de", b""))
+
+
+async def read_all(reply, timeout_s):
+    while await reply.read(timeout_s=timeout_s):
+        pass
+
+
+async def test_a_stream_that_stalls_times_out_and_one_that_breaks_off_is_a_connection_error():
+    async def stall(request, writer):
+        writer.write(b"HTTP/1.1 200 X\r\nContent-Length: 9\r\n\r\nabc")
+        await writer.drain()
+        return await hang()(request, writer)
+
+    async with HostileServer(stall, broken()) as server:
+        transport = HttpTransport(server.url)
+        for error in (TimeoutError, ConnectionError):
+            reply = await transport.open("/chat/completions", BODY, timeout_s=30)
+            with pytest.raises(error):
+                await read_all(reply, 0.02)
+            reply.close()
+        await transport.aclose()
+
+
+async def test_an_error_in_place_of_a_stream_is_read_at_once():
+    async with HostileServer(status(503, "later", Retry_After="2")) as server:
+        transport = HttpTransport(server.url)
+        reply = await transport.open("/chat/completions", BODY, timeout_s=30)
+        await transport.aclose()
+    assert (reply.status, reply.headers["retry-after"], b"later" in reply.body) == (503, "2", True)
+    assert await reply.read(timeout_s=1) == b""
+
+
+async def test_a_stream_longer_than_any_can_be_is_read_no_further():
+    async with HostileServer(endless(200)) as server:
+        transport = HttpTransport(server.url, max_body_bytes=200_000)
+        reply = await transport.open("/chat/completions", BODY, timeout_s=30)
+        with pytest.raises(MalformedReply, match="at most 200000 bytes"):
+            await read_all(reply, 30)
+        reply.close()
+        await transport.aclose()
