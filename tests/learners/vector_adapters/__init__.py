@@ -3,12 +3,13 @@
 Adapters read params and inputs, never a case's name. A new area writes its module and adds it to `AREAS`.
 """
 
-from tests.learners.vector_adapters import credit, ends, group, losses, recovery, shaping, staleness, targets
+from tests.learners.vector_adapters import branching, credit, ends, group, losses, recovery, shaping, staleness, targets
 from tests.learners.vector_adapters.case import Adapter, Case, Values, numbers
 
 __all__ = ["ADAPTERS", "Case", "Values", "numbers", "run"]
 
 AREAS = (
+    branching.ADAPTERS,
     credit.ADAPTERS,
     ends.ADAPTERS,
     group.ADAPTERS,

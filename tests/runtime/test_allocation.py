@@ -1,0 +1,79 @@
+"""Where continuations are spent."""
+
+import math
+import random
+
+import pytest
+
+from turngate.runtime.allocation import (
+    SequentialStop,
+    expected_best_of_noisy_means,
+    highest,
+    neyman_allocation,
+    successive_halving,
+)
+from turngate.runtime.monte_carlo import estimate
+
+
+def test_halving_never_spends_more_than_its_budget_and_finds_a_clear_winner():
+    rng, spent = random.Random(1), [0]
+
+    def pull(arm, count):
+        spent[0] += count
+        return [float(rng.random() < (0.9 if arm == 3 else 0.2)) for _ in range(count)]
+
+    winner, rounds = successive_halving(pull, 7, 200)
+    assert winner == 3
+    assert spent[0] <= 200
+    assert [len(r.arms) for r in rounds] == [7, 4, 2]
+
+
+def test_ties_go_to_the_lower_index():
+    assert successive_halving(lambda arm, count: [0.5] * count, 4, 40)[0] == 0
+    assert successive_halving(lambda arm, count: [], 1, 5) == (0, [])
+
+
+def test_a_budget_that_cannot_try_every_arm_is_refused():
+    with pytest.raises(ValueError, match="expected at least 24, got 10 for 8 arms"):
+        successive_halving(lambda arm, count: [0.0] * count, 8, 10)
+
+
+def test_neyman_gives_to_spread_and_spends_all():
+    assert neyman_allocation([0.5, 0.1, 0.0, 0.4], 32, at_least=2) == [14, 4, 2, 12]
+    assert neyman_allocation([0.0, 0.0], 5) == [3, 2]
+    for total in range(3, 40):
+        assert sum(neyman_allocation([0.3, 0.2, 0.9], total)) == total
+
+
+@pytest.mark.parametrize("sigmas", [[math.nan], [-1.0], []])
+def test_neyman_refuses_what_is_no_spread(sigmas):
+    with pytest.raises(ValueError, match="must"):
+        neyman_allocation(sigmas, 10)
+
+
+def test_sampling_stops_when_the_sign_is_decided_or_the_cap_is_reached():
+    stop = SequentialStop(half_width=0.05, threshold=0.5, at_least=4, at_most=16)
+    assert not stop.is_enough(estimate([1, 1]))
+    assert stop.is_enough(estimate([1] * 6))
+    assert not stop.is_enough(estimate([1, 0] * 4))
+    assert stop.is_enough(estimate([1, 0] * 8))
+
+
+def test_sampling_stops_when_it_is_precise_enough():
+    assert SequentialStop(half_width=0.3).is_enough(estimate([1, 0, 1, 0, 1, 0, 1, 0]))
+    assert not SequentialStop(half_width=0.1).is_enough(estimate([0.1, 0.9, 0.5, 0.4]))
+    assert SequentialStop(half_width=0.1).is_enough(estimate([0.5, 0.51, 0.5, 0.49]))
+
+
+def test_gates_pick_the_highest_scores_in_order():
+    scores = [0.1, 0.9, math.nan, 0.5, 0.5]
+    assert highest(scores, share=0.5) == [1, 3]
+    assert highest(scores, share=0.01) == [1]
+    assert highest(scores, threshold=0.45) == [1, 3, 4]
+    with pytest.raises(ValueError, match="either share or threshold"):
+        highest(scores)
+
+
+def test_the_best_of_noisy_means_flatters():
+    assert expected_best_of_noisy_means(3, 2, 0.5) == pytest.approx(0.78125)
+    assert expected_best_of_noisy_means(1, 8, 0.3) == pytest.approx(0.3)

@@ -1,0 +1,41 @@
+"""The cost of branching, and its cap."""
+
+import pytest
+
+from turngate.runtime.branch_budget import BranchLedger, BranchLimits, branching_cost
+from turngate.runtime.errors import ConfigError
+
+
+def test_eight_continuations_at_twenty_turns_are_160_rollouts():
+    cost = branching_cost(20, 8, "Q")
+    assert (cost.rollouts, cost.model_turns, cost.env_steps) == (160, 1520, 1680)
+    assert cost.replay_steps_without_snapshots == 1520
+    assert branching_cost(20, 8, "Q", resample_outcome=False).env_steps == 1520
+    assert branching_cost(20, 8, "V").model_turns == 1680
+
+
+def test_the_cap_refuses_new_branches_and_counts_the_refusals():
+    ledger = BranchLedger(BranchLimits(rollouts=2, model_tokens=100))
+    assert ledger.admit()
+    assert ledger.admit()
+    assert not ledger.admit()
+    assert (ledger.rollouts, ledger.refused, ledger.exhausted()) == (2, 1, "rollouts")
+    tokens = BranchLedger(BranchLimits(model_tokens=100))
+    assert tokens.admit()
+    tokens.spend(model_turns=3, model_tokens=100, env_steps=3)
+    assert not tokens.admit()
+    assert tokens.exhausted() == "model_tokens"
+
+
+def test_snapshots_are_held_up_to_the_cap_and_given_back():
+    ledger = BranchLedger(BranchLimits(snapshot_bytes=10))
+    assert ledger.hold(8)
+    assert not ledger.hold(3)
+    ledger.release(8)
+    assert ledger.hold(10)
+    assert (ledger.snapshot_bytes, ledger.most_snapshot_bytes, ledger.refused) == (10, 10, 1)
+
+
+def test_a_negative_cap_is_refused():
+    with pytest.raises(ConfigError, match="env_steps must be None or at least 0"):
+        BranchLimits(env_steps=-1)
