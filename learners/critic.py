@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from torch import Tensor
 from turngate.learners.batch import TokenBatch, length_sorted, microbatches, minibatches
 from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.optimizers import MuonAdamW
+from turngate.learners.policy_model import TrainableModel, with_value_head
 from turngate.learners.value_losses import value_bce, value_loss_clipped
 from turngate.learners.voting import critic_handling
-from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import Ints, pack
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import NO_TURN, Trajectory
@@ -52,7 +51,7 @@ class CriticConfig:
     epochs: int = 2
     minibatches: int = 4
     """Of a separate critic: optimizer steps per pass over a batch."""
-    muon_lr: float = 5e-3
+    muon_lr: float | None = 5e-3
     adamw_lr: float = 2e-3
     value_clip: float | None = 0.2
     """Scalar values move at most so far from what they were before the update; None lets them."""
@@ -102,22 +101,15 @@ class ValueTargets:
     """Values before the update, for clipping."""
 
 
-def with_value_head(model: PolicyModel) -> PolicyModel:
-    """Return a copy of `model` that has a value head; a new one is zero, so that all values are equal at first."""
-    headed = PolicyModel(msgspec.structs.replace(model.config, value_head=True))
-    headed.load_tensors(headed.state_dict() | model.state_dict())
-    return headed
-
-
 @torch.no_grad()
-def read_values(model: PolicyModel, tokens: TokenBatch, config: CriticConfig, *, microbatch_tokens: int) -> Tensor:
+def read_values(model: TrainableModel, tokens: TokenBatch, config: CriticConfig, *, microbatch_tokens: int) -> Tensor:
     """Return V of the state before every masked-in token, float32 (N,); 0 elsewhere.
 
     Raises: LearnerError: a value is not finite.
     """
     values_N = torch.zeros(len(tokens.mask_N))
     for micro in microbatches(tokens, range(len(tokens.row_lengths)), microbatch_tokens):
-        values_N[micro.positions_P] = config.to_value(_outputs(model.score(micro.packed).values_M))
+        values_N[micro.positions_P] = config.to_value(_outputs(model.values(micro.packed)))
     if not torch.isfinite(values_N).all():
         at = int((~torch.isfinite(values_N)).nonzero()[0])
         raise LearnerError(f"values must be finite: got {float(values_N[at])} ({tokens.where(at)}); lower the rates")
@@ -126,7 +118,7 @@ def read_values(model: PolicyModel, tokens: TokenBatch, config: CriticConfig, *,
 
 @torch.no_grad()
 def last_values(
-    model: PolicyModel, contexts: Sequence[Ints], config: CriticConfig, *, microbatch_tokens: int
+    model: TrainableModel, contexts: Sequence[Ints], config: CriticConfig, *, microbatch_tokens: int
 ) -> Tensor:
     """Return V of the state after all ids of each context, float32 (len(contexts),).
 
@@ -150,7 +142,7 @@ def last_values(
         # The model reads a value where it predicts a token; which one is never looked at.
         rows = [np.append(np.asarray(contexts[i], np.int64), 0) for i in indices]
         masks = [[0] * lengths[i] + [1] for i in indices]
-        values_K[torch.tensor(indices)] = config.to_value(_outputs(model.score(pack(rows, masks)).values_M))
+        values_K[torch.tensor(indices)] = config.to_value(_outputs(model.values(pack(rows, masks))))
     if not torch.isfinite(values_K).all():
         raise LearnerError("values must be finite: got NaN or infinity for a last context; lower the critic's rates")
     return values_K
@@ -206,7 +198,7 @@ def after_actions(tokens: TokenBatch, *, max_length: int) -> TokenBatch:
 class ValueReader:
     """Reads values off a model as it is when asked."""
 
-    model: PolicyModel
+    model: TrainableModel
     config: CriticConfig
     microbatch_tokens: int
 
@@ -229,7 +221,7 @@ class Critic:
     State: the model's weights, the optimizer's, the generator's, and `version`, the number of `learn` calls.
     """
 
-    def __init__(self, model: PolicyModel, config: CriticConfig, *, seed: int, microbatch_tokens: int) -> None:
+    def __init__(self, model: TrainableModel, config: CriticConfig, *, seed: int, microbatch_tokens: int) -> None:
         self.model, self.config, self._microbatch_tokens = model, config, microbatch_tokens
         self.reader = ValueReader(model, config, microbatch_tokens)
         self.optimizer = MuonAdamW(model, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
@@ -260,7 +252,7 @@ class Critic:
                 total = 0.0
                 for micro in microbatches(tokens, rows, self._microbatch_tokens):
                     at_P = micro.positions_P
-                    outputs_P = _outputs(self.model.score(micro.packed).values_M)
+                    outputs_P = _outputs(self.model.values(micro.packed))
                     loss = self.config.loss(outputs_P, targets.targets_N[at_P], targets.old_N[at_P]).sum() / count
                     torch.autograd.backward(loss)
                     total += float(loss.detach())

@@ -16,13 +16,13 @@ from torch import Tensor
 from turngate.learners.batch import TokenBatch, lay_out
 from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.critic import Critic, ValueReader, ValueTargets, after_actions
+from turngate.learners.policy_model import ScoringModel
 from turngate.learners.policy_state import score_tokens
 from turngate.learners.replay import ReplayConfig, ReplayStore, as_batch, trajectory_lag
 from turngate.learners.replay_targets import ReplayTargets, TargetChoice, TargetKind, choose_target, state_value_targets
 from turngate.learners.target_network import TargetNetwork
 from turngate.learners.targets import TurnSteps, q_one_step, retrace
 from turngate.learners.turns import RewardsOf, action_turns, turn_tokens
-from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.learner import lean_trajectory
 from turngate.runtime.types import Trajectory
@@ -84,7 +84,7 @@ class CriticReplay:
     def __repr__(self) -> str:
         return f"<CriticReplay {self.store!r} {self.target!r}>"
 
-    def learn(self, policy: PolicyModel, new: Sequence[Trajectory], *, policy_version: int) -> dict[str, float]:
+    def learn(self, policy: ScoringModel, new: Sequence[Trajectory], *, policy_version: int) -> dict[str, float]:
         """Take in `new` trajectories, learn from a draw of what is there, and return how that went.
 
         Args: policy: the policy whose values are wanted, as it is now; it is only read.
@@ -115,7 +115,7 @@ class CriticReplay:
         self.store.restore(folder)
         read_state(folder / "replay.pt", apply)
 
-    def _evaluate(self, policy: PolicyModel, drawn: Sequence[Trajectory], version: int) -> _Draw:
+    def _evaluate(self, policy: ScoringModel, drawn: Sequence[Trajectory], version: int) -> _Draw:
         """Lay the draw out and score it: with the policy as it is now, and with the target network's values."""
         batch = as_batch(drawn, policy_version=version)
         tokens = lay_out(batch, [[True]] * len(drawn), vocabulary_size=policy.config.vocab_size)

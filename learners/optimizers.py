@@ -1,8 +1,8 @@
 """Muon on the hidden matrices, AdamW on everything else, and the learning-rate schedule they share."""
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -105,23 +105,50 @@ class Muon(torch.optim.Optimizer):
         return parameter.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (hidden matrices for Muon, everything else for AdamW), in the model's own order.
+class Parametrised(Protocol):
+    """What an optimizer reads of an `nn.Module`."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return all modules, itself first."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return every parameter once."""
+        ...
+
+
+def split_parameters(model: Parametrised) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return (hidden matrices for Muon, everything else for AdamW), in the model's own order; frozen ones are neither.
 
     Embeddings and output heads are matrices too, but their rows are looked up one by one: orthogonalising them would
     move rare tokens as far as frequent ones. They are recognised by being an `nn.Embedding`, by a name that ends in
-    `head`, or by having a single row.
+    `head`, by being what a model of transformers calls its output embeddings, or by having a single row. Routers
+    (`gate`, `router`) are heads over experts. The thin factors of adapters (`lora_`) are AdamW's: only their product is
+    a hidden matrix. So are norms, biases, and experts stacked in one tensor.
     """
-    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    modules = list(model.modules())
+    tables = [module for module in modules if isinstance(module, nn.Embedding)]
+    heads = [_output_table(module) for module in modules]
+    looked_up = {id(p) for module in (*tables, *heads) if isinstance(module, nn.Module) for p in module.parameters()}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_head = any(part.endswith("head") for part in name.split("."))
-        is_hidden = parameter.ndim == 2 and min(parameter.shape) > 1 and not is_head and id(parameter) not in embeddings
+        is_named_out = any(_is_no_hidden_name(part) for part in name.split("."))
+        is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+        is_hidden = is_matrix and not is_named_out and id(parameter) not in looked_up
         (matrices if is_hidden else others).append(parameter)
     return matrices, others
+
+
+def _is_no_hidden_name(part: str) -> bool:
+    return part.endswith("head") or part.startswith("lora_") or part in ("gate", "router")
+
+
+def _output_table(module: nn.Module) -> object:
+    ask = getattr(module, "get_output_embeddings", None)
+    return ask() if callable(ask) else None
 
 
 class MuonAdamW:
@@ -130,14 +157,19 @@ class MuonAdamW:
     State: the two optimizers and the number of steps taken, all of it in `state_dict`.
     """
 
-    def __init__(self, model: nn.Module, *, muon_lr: float, adamw_lr: float, betas: tuple[float, float] = (0.9, 0.95)):
+    def __init__(
+        self, model: Parametrised, *, muon_lr: float | None, adamw_lr: float, betas: tuple[float, float] = (0.9, 0.95)
+    ) -> None:
+        """Raises: ConfigError: a learning rate is none. `muon_lr=None` gives AdamW the matrices, too."""
         for name, lr in (("muon_lr", muon_lr), ("adamw_lr", adamw_lr)):
-            if not (math.isfinite(lr) and lr >= 0):
+            if lr is not None and not (math.isfinite(lr) and lr >= 0):
                 raise ConfigError(f"{name} must be a learning rate: expected 0 or more, got {lr}")
         matrices, others = split_parameters(model)
+        if muon_lr is None:
+            matrices, others = [], matrices + others
         self._parameters = matrices + others
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
-        if matrices:
+        if matrices and muon_lr is not None:
             self._parts.append((Muon(matrices, muon_lr), muon_lr))
         if others:
             self._parts.append((torch.optim.AdamW(others, adamw_lr, betas=betas, weight_decay=0.0), adamw_lr))

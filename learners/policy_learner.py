@@ -34,12 +34,12 @@ from turngate.learners.off_policy_choice import OffPolicy, OffPolicyName, requir
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
 from turngate.learners.parity import measure_parity, require_parity
+from turngate.learners.policy_model import ModelChoice, ScoringModel, model_source
 from turngate.learners.policy_state import PolicyState, StepTally, score_tokens
 from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.turns import recorded_rewards
-from turngate.runtime.engine.model import PolicyModel, Scores
+from turngate.runtime.engine.model import Scores
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.files import write_atomically
 from turngate.runtime.types import Batch, Sampling, Trajectory, UpdateReport
 
 __all__ = ["Credit", "Keep", "Parity", "PolicyLearner", "Scored"]
@@ -57,8 +57,8 @@ class PolicyLearner(ABC):
     The defaults are what worked for small models on a CPU; none of them is proven for agents in general.
     """
 
-    model: Path | str = field(kw_only=False)
-    """Model folder to start from; also the reference of the KL term."""
+    model: ModelChoice = field(kw_only=False)
+    """Model to start from, a folder or `HuggingFaceModel(folder, ...)`; also the reference of the KL term."""
     off_policy: OffPolicy | OffPolicyName | None = None
     """What bridges the gap between sampler and policy, with its weights and filters. Must be chosen for asynchronous
     training; None trains on data of the current policy alone, and refuses older data."""
@@ -78,7 +78,8 @@ class PolicyLearner(ABC):
     epochs: int = 1
     minibatches: int = 2
     """Optimizer steps per epoch; trajectories are dealt into them at random."""
-    muon_lr: float = 2e-3
+    muon_lr: float | None = 2e-3
+    """Of hidden matrices; None gives them to AdamW, too, which suits models that were pretrained with it."""
     adamw_lr: float = 1e-3
     schedule: Schedule = field(default=Schedule(warmup_updates=5))
     updates: int = 0
@@ -154,9 +155,10 @@ class PolicyLearner(ABC):
     def _credit(self, scored: Scored) -> Credit:
         """Return the advantage of every token."""
 
-    def _policy_from(self, folder: Path) -> PolicyModel:
-        """Return the policy's model as it is trained."""
-        return PolicyModel.load(folder)
+    @property
+    def _needs_value_head(self) -> bool:
+        """Whether the policy's model must have one."""
+        return False
 
     @property
     def turn_discount(self) -> float:
@@ -192,12 +194,12 @@ class PolicyLearner(ABC):
 
         Raises: ConfigError, PublishError: no model in the folder. LearnerError: the checkpoint is unreadable.
         """
-        model = self._policy_from(Path(self.model) if folder is None else folder / "model")
-        reference = PolicyModel.load(Path(self.model)).requires_grad_(False) if self.kl_coef else None
+        source = model_source(self.model)
+        model = source.load(None if folder is None else folder / "model", value_head=self._needs_value_head)
+        reference = source.reference(model) if self.kl_coef else None
         optimizer = MuonAdamW(model, muon_lr=self.muon_lr, adamw_lr=self.adamw_lr)
         monitor = HackingMonitor(self.hacking)
         self._state = PolicyState(model, optimizer, seed=self.seed, reference=reference, monitor=monitor)
-        self._state.serves_values = PolicyModel.read_config(Path(self.model)).value_head
         if folder is not None:
             self._state.restore(folder)
 
@@ -247,17 +249,15 @@ class PolicyLearner(ABC):
     def save_weights(self, path: Path) -> None:
         """Write the policy's weights to one safetensors file, whole or not at all.
 
-        A value head goes along only if the model that training started from has one: servers hold that model.
+        What it holds is for servers, whose model is the one that training started from: a value head goes along only
+        if that has one. Of a model with adapters they are all that is written.
         """
-        state = self._loaded
-        state.model.save_weights(path, value_head=state.serves_values)
+        self._loaded.model.save_weights(path)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint: a whole model folder under `model`, and everything else in `learner.pt`."""
         self._loaded.save(folder)
-        tokenizer = Path(self.model) / "tokenizer.json"
-        if tokenizer.exists():
-            write_atomically(folder / "model" / "tokenizer.json", tokenizer.read_bytes())
+        model_source(self.model).copy_companions(folder / "model")
 
     @property
     def _loaded(self) -> PolicyState:
@@ -265,7 +265,7 @@ class PolicyLearner(ABC):
             raise LearnerError("load() must come first: the learner has no weights yet")
         return self._state
 
-    def _score(self, model: PolicyModel, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    def _score(self, model: ScoringModel, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         temperature = self.sampling.temperature
         return score_tokens(model, tokens, temperature=temperature, microbatch_tokens=self.microbatch_tokens)
 

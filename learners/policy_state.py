@@ -14,7 +14,7 @@ from turngate.learners.hacking import HackingMonitor
 from turngate.learners.losses import TokenLoss
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.panels_batch import quantiles_of
-from turngate.runtime.engine.model import PolicyModel
+from turngate.learners.policy_model import ScoringModel, TrainableModel
 from turngate.runtime.errors import LearnerError
 
 __all__ = ["PolicyState", "StepTally", "score_tokens"]
@@ -78,18 +78,16 @@ class PolicyState:
 
     def __init__(
         self,
-        model: PolicyModel,
+        model: TrainableModel,
         optimizer: MuonAdamW,
         *,
         seed: int,
-        reference: PolicyModel | None,
+        reference: ScoringModel | None,
         monitor: HackingMonitor | None = None,
     ) -> None:
         self.model, self.optimizer, self.reference = model, optimizer, reference
         self.generator = torch.Generator().manual_seed(seed)
         self.monitor = monitor or HackingMonitor()
-        self.serves_values = True
-        """Whether published weights hold the value head, if there is one."""
         self.updates = 0
         self.parity_batches = 0
         """Batches that passed the parity check."""
@@ -144,7 +142,7 @@ class PolicyState:
 
 @torch.no_grad()
 def score_tokens(
-    model: PolicyModel, tokens: TokenBatch, *, temperature: float, microbatch_tokens: int
+    model: ScoringModel, tokens: TokenBatch, *, temperature: float, microbatch_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies (N,) of the trained tokens; 0 elsewhere.
 

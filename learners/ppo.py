@@ -23,12 +23,12 @@ from turngate.learners.critic import (
     ValueReader,
     ValueTargets,
     after_actions,
-    with_value_head,
 )
 from turngate.learners.critic_replay import CriticReplay
 from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit, observed_returns
 from turngate.learners.panels_credit import turn_gap_panel, valued_turns_panel
 from turngate.learners.policy_learner import PolicyLearner
+from turngate.learners.policy_model import model_source
 from turngate.learners.replay import ReplayConfig
 from turngate.learners.turns import ActionTurns, action_turns, kept_trajectories, spread_turns, turn_tokens
 from turngate.learners.value_metrics import (
@@ -39,7 +39,7 @@ from turngate.learners.value_metrics import (
     value_metrics,
 )
 from turngate.learners.voting import critic_handling
-from turngate.runtime.engine.model import PolicyModel, Scores
+from turngate.runtime.engine.model import Scores
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.files import write_atomically
 from turngate.runtime.types import Batch, Trajectory
@@ -153,10 +153,8 @@ class PPO(PolicyLearner):
             self._check_kind(folder / _KIND_FILE)
         super().load(folder)
         if self.critic.place == "separate":
-            start = self._loaded.model if folder is None else PolicyModel.load(folder / "critic")
-            self._critic = Critic(
-                with_value_head(start), self.critic, seed=self.seed + 1, microbatch_tokens=self.microbatch_tokens
-            )
+            model = model_source(self.model).load(None if folder is None else folder / "critic", value_head=True)
+            self._critic = Critic(model, self.critic, seed=self.seed + 1, microbatch_tokens=self.microbatch_tokens)
             if self.replay is not None:
                 self._replay = CriticReplay(
                     self.replay,
@@ -195,9 +193,9 @@ class PPO(PolicyLearner):
                 f"CriticConfig(kind={kind!r}), or start anew"
             )
 
-    def _policy_from(self, folder: Path) -> PolicyModel:
-        model = super()._policy_from(folder)
-        return with_value_head(model) if self.critic.place == "trunk" else model
+    @property
+    def _needs_value_head(self) -> bool:
+        return self.critic.place == "trunk"
 
     def _select(self, batch: Batch) -> tuple[Keep, dict[str, float]]:
         """Every episode trains whose reward and continuation are known."""

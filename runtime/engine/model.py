@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from turngate.runtime.canary import Canary, canary_metadata
 from turngate.runtime.engine.packing import Packed, Queries, pack
 from turngate.runtime.engine.weight_file import fit_weights, max_file_bytes, read_weights
 from turngate.runtime.errors import ConfigError, PublishError
@@ -31,6 +32,7 @@ __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "ModelConfig", "PolicyModel", "Scores"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
+_CANARY_TOKENS = 16
 _TRIAL_TOKENS = 256
 """Enough to see an overflow: norms make everything but the weights themselves of unit scale."""
 
@@ -144,6 +146,8 @@ class PolicyModel(nn.Module):
             self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
             self.value_head = nn.Linear(config.width, 1, bias=False) if config.value_head else None
         self.register_buffer("rope", rope_table(config), persistent=False)
+        self.serves_value_head = True
+        """Whether published weights hold the value head, if there is one."""
         self._initialise(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
@@ -160,6 +164,10 @@ class PolicyModel(nn.Module):
                 weight.zero_()
             elif weight.ndim == 2:
                 weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+
+    def values(self, packed: Packed) -> Tensor | None:
+        """Return the value of the state before each scored token, shape (M,); None without a value head."""
+        return self.value_head(self.hidden(packed)).squeeze(-1) if self.value_head is not None else None
 
     @property
     def typed_layers(self) -> list[Layer]:
@@ -212,14 +220,26 @@ class PolicyModel(nn.Module):
     def save(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors` into a model folder; each file whole or not at all."""
         write_atomically(folder / CONFIG_FILE, msgspec.json.format(msgspec.json.encode(self.config), indent=1))
-        self.save_weights(folder / WEIGHTS_FILE)
+        self.save_weights(folder / WEIGHTS_FILE, value_head=True)
 
-    def save_weights(self, path: Path, *, value_head: bool = True) -> None:
-        """Write the weights alone to one safetensors file, whole or not at all; `value_head=False` leaves that out."""
+    def save_weights(self, path: Path, *, value_head: bool | None = None) -> None:
+        """Write the weights alone to one safetensors file, whole or not at all, with a canary in its metadata.
+
+        `value_head=False` leaves that out; None does as `serves_value_head` says.
+        """
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        if not value_head:
+        if not (self.serves_value_head if value_head is None else value_head):
             state.pop("value_head.weight", None)
-        write_atomically(path, safetensors.torch.save(state))
+        write_atomically(path, safetensors.torch.save(state, canary_metadata(self.canary())))
+
+    @torch.no_grad()
+    def canary(self) -> Canary:
+        """Return log-probs of ids from all over the vocabulary under the weights as they are."""
+        step = math.ceil(self.config.vocab_size / _CANARY_TOKENS)
+        ids = tuple(range(0, self.config.vocab_size, step))[: self.config.max_context]
+        ids = ids if len(ids) > 1 else (0, 0)  # a vocabulary or context of one: only tests have that
+        logprobs_M = self.score(pack([ids]).to(self.embed.weight.device)).logprobs_M
+        return Canary(ids, tuple(logprobs_M.tolist()))
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> "PolicyModel":
