@@ -14,18 +14,12 @@ import msgspec
 from turngate.envs.base import ToolCall, ToolSpec
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.rendering import Reply
 from turngate.runtime.types import Message
 
-__all__ = ["ROLES", "Reply", "parse_reply", "render"]
+__all__ = ["ROLES", "parse_reply", "render"]
 
 ROLES = ("system", "user", "assistant", "tool")
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """What a sampled turn says."""
-
-    text: str
-    tool_calls: tuple[ToolCall, ...] = ()
 
 
 def render(
