@@ -7,10 +7,10 @@ STAMP := .venv/.setup
 export OMP_NUM_THREADS := 1
 export MPLBACKEND := Agg
 
-.PHONY: help setup demo test lint check format build clean
+.PHONY: help setup demo test servers test-servers lint check format build clean
 
 help: ## List the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## Create .venv and install the project in it
 
@@ -24,6 +24,12 @@ demo: $(STAMP) ## Run the asynchronous shopping example
 
 test: $(STAMP) ## Run the tests, with warnings as errors
 	$(BIN)/pytest
+
+servers: $(STAMP) ## Install the servers that others wrote, and models for them, in .servers
+	$(PYTHON) tests_servers/setup/install.py
+
+test-servers: servers ## Run the tests against vLLM, llama.cpp, transformers and our own engine
+	$(BIN)/pytest tests_servers --durations=0 --durations-min=5
 
 lint: $(STAMP) ## Check format, style, types and layers
 	$(BIN)/ruff format --check .
