@@ -1,12 +1,14 @@
 """One chat with one endpoint: what an episode asks through, and where what was rendered is remembered."""
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from turngate.envs.base import ToolSpec
 from turngate.runtime.dialect import Dialect
-from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.types import Completion, Message, Sampling
+
+if TYPE_CHECKING:
+    from turngate.runtime.endpoint import ChatEndpoint
 
 __all__ = ["Conversation", "Shown", "conversation_of", "token_mode_of"]
 
@@ -27,13 +29,13 @@ class Conversation(Protocol):
         ...
 
 
-def conversation_of(endpoint: ChatEndpoint) -> Conversation:
+def conversation_of(endpoint: "ChatEndpoint") -> Conversation:
     """Return a new conversation with `endpoint`; the endpoint itself when it keeps nothing between turns."""
     begin = getattr(endpoint, "conversation", None)
     return cast(Conversation, begin()) if begin is not None else endpoint
 
 
-def token_mode_of(endpoint: ChatEndpoint) -> str:
+def token_mode_of(endpoint: "ChatEndpoint") -> str:
     """Return the endpoint's `TokenMode`; empty when it does not say."""
     dialect = getattr(endpoint, "dialect", None)
     return dialect.token_mode if isinstance(dialect, Dialect) else ""

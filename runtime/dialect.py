@@ -36,10 +36,15 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """`top_k` is known."""
     seed: bool = True
     """`seed` is known."""
+    stop_token_ids: bool = True
+    """`stop_token_ids` is known; with token_mode='tokens' alone, and only where the model's settings may lack them."""
 
     @property
     def asks_ids(self) -> bool:
-        """Whether `return_token_ids` is sent."""
+        """Whether `return_token_ids` is sent. Id strings do without where the prompt is ours: servers that know both
+        would send back all of it."""
+        if self.token_mode == "tokens" and self.token_id_strings:
+            return False
         return self.return_token_ids and self.token_mode != "text"
 
     def __post_init__(self) -> None:
@@ -60,5 +65,5 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-OPENAI = Dialect(token_mode="text", top_k=False)
+OPENAI = Dialect(token_mode="text", top_k=False, stop_token_ids=False)
 """The OpenAI API and nothing else, for servers that refuse fields they do not know."""

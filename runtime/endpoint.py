@@ -10,9 +10,13 @@ import msgspec
 from yarl import URL
 
 from turngate.envs.base import ToolSpec
+from turngate.runtime.conversation import Conversation
 from turngate.runtime.dialect import Dialect
 from turngate.runtime.errors import ConfigError, MalformedReply
+from turngate.runtime.json_ids import JsonIds
+from turngate.runtime.rendering import Renderer
 from turngate.runtime.retries import RetryingClient
+from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.transport import HttpTransport, Transport
 from turngate.runtime.types import Completion, Message, Sampling
 from turngate.runtime.weights import WeightPublisher
@@ -97,6 +101,7 @@ class Endpoint:
         model: str,
         api_key: str | None = None,
         dialect: Dialect = Dialect(),  # noqa: B008 - frozen
+        renderer: Renderer | None = None,
         max_retries: int = 6,
         policy_version: int = 0,
         publisher: WeightPublisher | None = None,
@@ -107,11 +112,18 @@ class Endpoint:
 
         Args: dialect: what the server knows beyond the OpenAI API, token ids above all; `OPENAI` for servers that
                 refuse unknown fields. Without ids rollouts can be evaluated, not trained on. `connect` finds it out.
+            renderer: the model's chat format; it comes with token_mode='tokens', where chats are rendered here.
             max_retries: attempts after the first, for connection errors, 408, 409, 425, 429 and 5xx.
             publisher: how new weights reach the server.
             transport: replaces HTTP, for tests. random: draws the jitter of retries.
-        Raises: ConfigError: the URL or a limit cannot work.
+        Raises: ConfigError: the URL or a limit cannot work, or there is no renderer where one is needed.
         """
+        if (renderer is not None) != (dialect.token_mode == "tokens"):
+            given = "none" if renderer is None else repr(renderer)
+            raise ConfigError(
+                f"a renderer and token_mode='tokens' must come together: got renderer {given} with "
+                f"token_mode={dialect.token_mode!r} (Endpoint)"
+            )
         self.model = model
         self.policy_version = policy_version
         self.publisher = publisher
@@ -126,6 +138,7 @@ class Endpoint:
         """Where the server is; a name and password in the URL given are used, and never shown."""
         self._client = RetryingClient(self.url, carrier, max_retries=max_retries, random=random or Random())
         self.dialect = dialect
+        self.renderer = renderer
         self._malformed = 0
         self._prompt_tokens = self._completion_tokens = 0
 
@@ -160,6 +173,10 @@ class Endpoint:
             latency_mean_s=client.latency_s / client.completed if client.completed else 0.0,
         )
 
+    def conversation(self) -> Conversation:
+        """Return a chat that remembers the ids of what it has asked; the endpoint itself where the server renders."""
+        return self if self.renderer is None else TokenConversation(self.renderer, self.generate)
+
     async def complete(
         self,
         messages: Sequence[Message],
@@ -175,6 +192,9 @@ class Endpoint:
             ContextOverflow when because of the prompt's length. MalformedReply: the answer contradicts itself.
             EndpointError: all retries failed.
         """
+        if self.renderer is not None:
+            # A chat of one request: what was sampled earlier in these messages is known to `conversation()` alone.
+            return await self.conversation().complete(messages, sampling, seed=seed, tools=tools, timeout_s=timeout_s)
         request = ChatRequest(
             model=self.model,
             messages=wire_messages(messages),
@@ -244,7 +264,8 @@ class Endpoint:
     ) -> TextReply:
         request = TextRequest(
             model=self.model,
-            prompt=prompt,
+            # What is JSON already is sent as it is.
+            prompt=msgspec.Raw(prompt.text) if type(prompt) is JsonIds else prompt,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=0 if echo else sampling.max_tokens,  # a text to score needs no continuation
@@ -254,6 +275,7 @@ class Endpoint:
             return_tokens_as_token_ids=self.dialect.token_id_strings or None,
             seed=seed if self.dialect.seed else None,
             stop=sampling.stop,
+            stop_token_ids=self.renderer.stop_token_ids if self.renderer and self.dialect.stop_token_ids else (),
             echo=echo,
         )
         body = await self._client.request("/completions", _encode(request), timeout_s)

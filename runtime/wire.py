@@ -12,7 +12,7 @@ import msgspec
 
 from turngate.envs.base import ToolCall, ToolSpec
 from turngate.runtime.errors import MalformedReply
-from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId
+from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId, parse_ids
 from turngate.runtime.types import Completion, Message
 
 __all__ = [
@@ -20,10 +20,14 @@ __all__ = [
     "ChatRequest",
     "TextReply",
     "TextRequest",
+    "chat_choice_completion",
     "chat_completion",
+    "check_finished",
     "check_logprobs",
     "decode_reply",
     "error_message",
+    "prompt_ids",
+    "text_choice_completion",
     "text_completion",
     "wire_messages",
     "wire_tools",
@@ -87,7 +91,7 @@ class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     """POST /completions with a prompt of token ids."""
 
     model: str
-    prompt: Sequence[int]
+    prompt: Sequence[int] | msgspec.Raw
     temperature: float
     top_p: float
     max_tokens: int
@@ -97,6 +101,7 @@ class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     echo: bool = False
 
 
@@ -149,6 +154,8 @@ class TextLogprobs(msgspec.Struct):
     """Flat log-probs of the legacy completions API."""
 
     token_logprobs: list[float | None] | None = None
+    tokens: msgspec.Raw = msgspec.Raw()
+    """Decoded only where there are no other ids."""
 
 
 class TextChoice(msgspec.Struct):
@@ -159,12 +166,15 @@ class TextChoice(msgspec.Struct):
     logprobs: TextLogprobs | None = None
     token_ids: list[TokenId] | None = None
     policy_versions: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
 class TextReply(msgspec.Struct):
     """Reply of /completions."""
 
     choices: list[TextChoice]
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    """Of the only prompt; of several prompts each choice has its own."""
     usage: Usage | None = None
 
 
@@ -178,6 +188,8 @@ class _ErrorBody(msgspec.Struct):
 
 _decode_chat = msgspec.json.Decoder(ChatReply).decode
 _decode_text = msgspec.json.Decoder(TextReply).decode
+_ID_STRING = b'"token_id:'
+"""How vLLM begins a token when asked for `return_tokens_as_token_ids`."""
 
 
 def wire_messages(messages: Sequence[Message]) -> "Sequence[Message | WireMessage]":
@@ -218,9 +230,26 @@ def chat_completion(
     Raises: MalformedReply: what is there contradicts itself, or claims a version from the future. Missing ids or
         log-probs are not an error.
     """
-    choice = _only_choice(reply.choices)
+    prompt = prompt_ids(reply.prompt_token_ids)
+    return chat_choice_completion(_first(reply.choices), prompt, version_sent, version_received, newest_version)
+
+
+def prompt_ids(text: "bytes | msgspec.Raw") -> Sequence[int]:
+    """Return the ids that a server wrote as a JSON array; none when it wrote nothing, or null."""
+    text = bytes(text)
+    return JsonIds(text) if text and text != b"null" else ()
+
+
+def chat_choice_completion(
+    choice: ChatChoice,
+    prompt: Sequence[int],
+    version_sent: int,
+    version_received: int,
+    newest_version: int | None = None,
+) -> Completion:
+    """Check one choice of a chat reply and return it. Raises MalformedReply as `chat_completion` does."""
+    check_finished(choice)
     message = choice.message
-    prompt = bytes(reply.prompt_token_ids)
     logprobs: list[float] = []
     if choice.logprobs is not None and choice.logprobs.content is not None:
         logprobs = [token.logprob for token in choice.logprobs.content]
@@ -228,7 +257,7 @@ def chat_completion(
     return Completion(
         message.content or "",
         *_aligned(choice, logprobs, version_sent, newest_version),
-        JsonIds(prompt) if prompt and prompt != b"null" else (),
+        prompt,
         choice.finish_reason or "stop",
         tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls) if calls else (),
         version_sent,
@@ -244,7 +273,20 @@ def text_completion(
     newest_version: int | None = None,
 ) -> Completion:
     """Check a reply of /completions to a prompt of ids. Raises MalformedReply as `chat_completion` does."""
-    choice = _only_choice(reply.choices)
+    return text_choice_completion(_first(reply.choices), prompt, version_sent, version_received, newest_version)
+
+
+def text_choice_completion(
+    choice: TextChoice,
+    prompt: Sequence[int],
+    version_sent: int,
+    version_received: int,
+    newest_version: int | None = None,
+) -> Completion:
+    """Check one choice of a reply of /completions and return it. Raises MalformedReply as `chat_completion` does."""
+    check_finished(choice)
+    if not choice.token_ids and choice.logprobs is not None:
+        choice.token_ids = _ids_of_strings(choice.logprobs.tokens)
     logprobs: Sequence[float | None] = []
     if choice.logprobs is not None and choice.logprobs.token_logprobs:
         logprobs = choice.logprobs.token_logprobs
@@ -263,14 +305,26 @@ def text_completion(
 C = TypeVar("C", ChatChoice, TextChoice)
 
 
-def _only_choice(choices: list[C]) -> C:
+def _first(choices: list[C]) -> C:
     if not choices:
         raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
-    choice = choices[0]
+    return choices[0]
+
+
+def check_finished(choice: ChatChoice | TextChoice) -> None:
+    """Require that a choice came to an end of its own. Raises MalformedReply."""
     if choice.finish_reason in ("abort", "error"):
         # No sample of the policy: its end was not the model's, nor a length that we asked for.
         raise MalformedReply(f"generation must finish: got {choice.finish_reason!r} (choices[0].finish_reason)")
-    return choice
+
+
+def _ids_of_strings(tokens: msgspec.Raw) -> list[int] | None:
+    """Return the ids of tokens spelled `token_id:123`; None when they are texts. Raises MalformedReply: some are."""
+    text = bytes(tokens)
+    # The first is enough to tell: a server spells all of them so, or none.
+    if not text.lstrip(b"[ \n\r\t").startswith(_ID_STRING):
+        return None
+    return parse_ids(text.replace(_ID_STRING, b"").replace(b'"', b""), "choices[0].logprobs.tokens").tolist()
 
 
 def _aligned(
