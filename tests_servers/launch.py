@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -131,7 +131,7 @@ KINDS: dict[str, Callable[[Path, int, Options], _Command]] = {
 
 
 @contextlib.contextmanager
-def running(kind: str, model: str | Path, options: Options | None = None, *, port: int = 0) -> Iterator[Server]:
+def running(kind: str, model: str | Path, options: Options | None = None, *, port: int = 0) -> Generator[Server]:
     """Run a server while the block does.
 
     Args: kind: one of KINDS. model: a name under `.servers/models`, or a path. port: 0 takes a free one.

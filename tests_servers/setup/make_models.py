@@ -37,6 +37,15 @@ BATCH = 64
 RIGHT = 0.4
 """Share of demonstrations whose digit is the one asked for; the others are drawn from all ten."""
 
+WORDS = """
+system user assistant tool the a of to and in is it you that we for on are with as this have from one had by
+say digit answer question number weather city time price item search open add read write list name value
+function functions call calls arguments parameters type string integer object properties required result
+please think plan first second next last left right yes no hello world red green blue large small Paris
+Berlin Tokyo sunny cloudy rain temperature degrees Say The You Call Answer What Which How many much there
+"""
+"""What the vocabulary should know as tokens."""
+
 # ChatML with tools the way Hermes and Qwen models are told of them.
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -152,15 +161,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def made_up_text() -> list[str]:
-    """Return lines whose words the vocabulary should know."""
+    """Return lines of words in no order, questions, and JSON."""
     rng = random.Random(0)
-    words = (
-        "system user assistant tool the a of to and in is it you that we for on are with as this have from one had by "
-        "say digit answer question number weather city time price item search open add read write list name value "
-        "function functions call calls arguments parameters type string integer object properties required result "
-        "please think plan first second next last left right yes no hello world red green blue large small Paris "
-        "Berlin Tokyo sunny cloudy rain temperature degrees Say The You Call Answer What Which How many much there"
-    ).split()  # noqa: SIM905 - a list literal is twice as long
+    words = WORDS.split()
     lines = [" ".join(rng.choices(words, k=12)) for _ in range(2000)]
     lines += [ask(digit) for digit in range(10)] * 20
     lines += [json.dumps({"name": rng.choice(words), "arguments": {rng.choice(words): 7}}) for _ in range(500)]
