@@ -1,5 +1,6 @@
 """What the runtime demands of an environment's and a context function's answers, and how they become messages."""
 
+import math
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "check_messages",
     "check_snapshot",
     "check_start",
+    "checked_reward",
     "checked_rewards",
     "describe_error",
     "said_last",
@@ -47,17 +49,23 @@ def checked_rewards(step: Step) -> dict[str, float]:
     _require(step.rewards, dict, "step().rewards")
     rewards: dict[str, float] = {}
     for name, value in step.rewards.items():
-        _check_text(name, "step().rewards' names")
-        try:
-            rewards[name] = number = float(value)  # numpy's scalars too: the record is plain JSON
-        except Exception:  # whatever the value's own __float__ raises
-            number = float("nan")
-        if not -_MAX_REWARD <= number <= _MAX_REWARD:
-            raise EnvError(
-                f"rewards must be finite numbers of at most {_MAX_REWARD:g}: got {_show(value)} "
-                f"(env.step().rewards[{name!r}])"
-            )
+        rewards[name] = checked_reward(name, value, "env.step().rewards")
     return rewards
+
+
+def checked_reward(name: object, value: object, where: str) -> float:
+    """Return one named reward as a float. Raises EnvError naming what is wrong, and `where`."""
+    if problem := _text_problem(name):
+        raise EnvError(f"{where}' names {problem}")
+    try:
+        number = float(value)  # type: ignore[arg-type]  # NumPy's scalars too: the record is plain JSON
+    except Exception:  # whatever the value's own __float__ raises
+        number = math.nan
+    if not -_MAX_REWARD <= number <= _MAX_REWARD:
+        raise EnvError(
+            f"rewards must be finite numbers of at most {_MAX_REWARD:g}: got {_show(value)} ({where}[{name!r}])"
+        )
+    return number
 
 
 def check_start(observation: Observation) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 import heapq
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-__all__ = ["Deadline", "DeadlineExceeded"]
+__all__ = ["Alarm", "Deadline", "DeadlineExceeded"]
 
 
 class DeadlineExceeded(TimeoutError):
@@ -97,6 +98,56 @@ class Deadline:
             raise DeadlineExceeded(self.what) from error
 
 
+class Alarm:
+    """Calls a function once the time has come, unless it is closed before; on the same timer as all deadlines.
+
+    For what belongs to no task. The loop runs the call by itself: what it raises goes to the loop's handler.
+    """
+
+    # Changed by the watch: expired, queued_s. Changed by close(): is_open.
+    __slots__ = ("_call", "_watch", "expired", "is_open", "queued_s", "when_s")
+
+    def __init__(self, when_s: float, call: Callable[[], object]) -> None:
+        """Set it for loop time `when_s` of the running loop."""
+        self._watch = _watch_of(asyncio.get_running_loop())
+        self._call: Callable[[], object] | None = call
+        self.when_s = when_s
+        self.queued_s = float("inf")
+        self.expired, self.is_open = False, True
+        self._watch.opened += 1
+        self._watch.queue(self, when_s)
+
+    def __repr__(self) -> str:
+        return f"<Alarm at {self.when_s:.3f}{'' if self.is_open else ', closed'}>"
+
+    def expire(self) -> None:
+        """Have the function called; called by the watch."""
+        self.expired = True
+        asyncio.get_running_loop().call_soon(self._ring)
+
+    def _ring(self) -> None:
+        if self._call is not None:
+            self._call()
+
+    def close(self) -> None:
+        """Call nothing any more. Closing twice is closing once."""
+        if self.is_open:
+            self.is_open = False
+            self._call = None  # the watch may hold this object longer than anybody needs what it would call
+            self._watch.close()
+
+
+class _Timed(Protocol):
+    """What the watch looks after."""
+
+    when_s: float
+    queued_s: float
+    expired: bool
+    is_open: bool
+
+    def expire(self) -> None: ...
+
+
 class _Watch:
     """All deadlines of one loop on one heap and one timer: a fifth of the cost of an asyncio timer for each."""
 
@@ -106,15 +157,15 @@ class _Watch:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         # Weak, or the registry's value would keep its key alive.
         self._loop = weakref.ref(loop)
-        self._heap: list[tuple[float, int, Deadline]] = []
+        self._heap: list[tuple[float, int, _Timed]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._armed_s = float("inf")
         self._count = 0
         self.opened = 0
-        """Scopes entered and not left."""
+        """Scopes entered and not left, alarms not closed."""
 
     def close(self) -> None:
-        """Count a scope that was left; with the last one goes the timer."""
+        """Count a scope that was left or an alarm that was closed; with the last one goes the timer."""
         self.opened -= 1
         if self.opened == 0:
             self._heap.clear()
@@ -123,7 +174,7 @@ class _Watch:
                 self._timer.cancel()
                 self._timer = None
 
-    def queue(self, deadline: Deadline, when_s: float) -> None:
+    def queue(self, deadline: _Timed, when_s: float) -> None:
         """Look at `deadline` at `when_s`."""
         if len(self._heap) > 64 + 2 * self.opened:
             # Scopes that were left stay queued until their time; without this, ten minutes' worth of requests.

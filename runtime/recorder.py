@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from turngate.runtime.open_segment import OpenSegment, int32_ids, what_is_missing
 from turngate.runtime.types import Completion, Segment
 
-__all__ = ["Recorder"]
+__all__ = ["NO_SEGMENT", "Recorder"]
 
-_NONE = -1
+NO_SEGMENT = -1
 """Index of no segment."""
 
 
@@ -24,7 +24,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._segments: list[OpenSegment] = []
-        self._last = _NONE
+        self._last = NO_SEGMENT
         self._next: bytes | None = None
         self.policy_tokens = 0
         """Generated tokens recorded so far."""
@@ -45,9 +45,14 @@ class Recorder:
         if missing := what_is_missing(completion):
             self.refuse_training(f"{missing} (turn {turn})")
             return *self.position(), 0
+        segments = len(self._segments)
+        place = self._append(completion, turn)
+        self.drifts += goes_on and 0 < segments < len(self._segments)
+        return place
+
+    def _append(self, completion: Completion, turn: int) -> tuple[int, int, int]:
         at = self._extend(completion.prompt_token_ids)
-        if at == _NONE:
-            self.drifts += goes_on and self._last != _NONE
+        if at == NO_SEGMENT:
             at = len(self._segments)
             self._segments.append(OpenSegment.begun_with(completion.prompt_token_ids))
         self._last = at
@@ -59,9 +64,9 @@ class Recorder:
         return at, start, length
 
     def _extend(self, prompt: Sequence[int]) -> int:
-        """Extend the segment that `prompt` goes on from and return its index; _NONE when there is none."""
+        """Extend the segment that `prompt` goes on from and return its index; NO_SEGMENT when there is none."""
         at = self._last
-        return at if at != _NONE and self._segments[at].extend(prompt) else _NONE
+        return at if at != NO_SEGMENT and self._segments[at].extend(prompt) else NO_SEGMENT
 
     def refuse_training(self, why: str) -> None:
         """Make the record one that cannot be trained on; the first reason stays."""
@@ -70,7 +75,7 @@ class Recorder:
     def position(self) -> tuple[int, int]:
         """Return (segment, start) of a turn without tokens of its own, such as an injected one."""
         at = self._last
-        return (at, len(self._segments[at])) if at != _NONE else (0, 0)
+        return (at, len(self._segments[at])) if at != NO_SEGMENT else (0, 0)
 
     def segments(self) -> tuple[Segment, ...]:
         """Return what was recorded so far."""
@@ -93,4 +98,4 @@ class Recorder:
         """
         if self._next is not None:
             return self._next
-        return bytes(self._segments[self._last].token_ids) if self._last != _NONE else b""
+        return bytes(self._segments[self._last].token_ids) if self._last != NO_SEGMENT else b""

@@ -1,0 +1,71 @@
+"""Messages as agents write them: our own structs, or plain dictionaries as the OpenAI API has them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from turngate.envs.base import ToolCall
+from turngate.runtime.errors import EnvError
+from turngate.runtime.types import Message
+
+__all__ = ["AnyMessage", "chat_messages"]
+
+AnyMessage: TypeAlias = Message | Mapping[str, Any]
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def chat_messages(messages: Sequence[AnyMessage]) -> tuple[Message, ...]:
+    """Return messages as structs, in a sequence that nobody changes later.
+
+    Raises: EnvError: one of them is no message; it is the agent's doing.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+        raise EnvError(f"messages must be a list with at least one message: got {messages!r:.80} (session.chat)")
+    return tuple(
+        message if type(message) is Message else _message(message, f"session.chat: messages[{index}]")
+        for index, message in enumerate(messages)
+    )
+
+
+def _message(given: object, where: str) -> Message:
+    if not isinstance(given, Mapping):
+        raise EnvError(f"message must be a Message or a dict: got {given!r:.80} ({where})")
+    message = cast(Mapping[str, Any], given)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise EnvError(f"role must be one of {', '.join(sorted(_ROLES))}: got {role!r:.80} ({where})")
+    calls = message.get("tool_calls") or ()
+    return Message(
+        role,
+        _text(message.get("content"), where),
+        tuple(_tool_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
+        message.get("tool_call_id") or "",
+    )
+
+
+def _text(content: object, where: str) -> str:
+    """Return the text of a message's content; parts of text are joined, None is empty."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, (list, tuple)):
+        raise EnvError(f"content must be text or a list of text parts: got {content!r:.80} ({where})")
+    texts: list[str] = []
+    for part in cast("Sequence[object]", content):
+        text = cast(Mapping[str, Any], part).get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise EnvError(f"parts of content must have a text: got {part!r:.80} ({where}); other kinds cannot be sent")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: object, where: str) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = cast(Mapping[str, Any], call).get("function") if isinstance(call, Mapping) else None
+    if isinstance(function, Mapping):
+        name, arguments = function.get("name"), function.get("arguments", "")
+        if isinstance(name, str) and isinstance(arguments, str):
+            return ToolCall(str(cast(Mapping[str, Any], call).get("id") or ""), name, arguments)
+    raise EnvError(f"tool call must have a function with a name and arguments as JSON text: got {call!r:.80} ({where})")
