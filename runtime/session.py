@@ -11,7 +11,7 @@ import msgspec
 from turngate.envs.base import End, Task, ToolSpec
 from turngate.runtime.answers import describe_error, said_last, writable
 from turngate.runtime.chat_messages import AnyMessage, chat_messages
-from turngate.runtime.conversation import conversation_of, token_mode_of
+from turngate.runtime.conversation import Conversation, conversation_of, token_mode_of
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import (
@@ -114,7 +114,7 @@ class Session:
         self._has_looked = False
         self._first_observation = ""
         self._trajectory = None
-        self._on_sealed = on_sealed
+        self._on_sealed = [on_sealed] if on_sealed is not None else []
         if (tell := self._events.rollout_started) is not None:
             tell(RolloutStarted(id, group_id, member, task.id))
 
@@ -155,6 +155,21 @@ class Session:
         if self._trajectory is None:
             raise SessionError(f"session must be sealed before it is read: it is open (session {self.id})")
         return self._trajectory
+
+    @property
+    def conversation(self) -> Conversation:
+        """The chat that all its requests go through, so that ids are kept from one to the next."""
+        return self._conversation
+
+    def when_sealed(self, call: Callable[["Session"], None]) -> None:
+        """Have `call` called once the session is sealed, for those who hold something on its behalf; it must not fail.
+
+        Called at once when it is sealed already.
+        """
+        if self.state == "sealed":
+            call(self)
+        else:
+            self._on_sealed.append(call)
 
     @property
     def openai(self) -> "AsyncOpenAI":
@@ -341,8 +356,8 @@ class Session:
             self._trajectory = trajectory = self._record_of(end, error)
         finally:
             self._drop_requests()
-            if self._on_sealed is not None:
-                self._on_sealed(self)
+            while self._on_sealed:
+                self._on_sealed.pop(0)(self)
         if (tell := self._events.rollout_finished) is not None:
             tell(RolloutFinished(trajectory))
         return trajectory
