@@ -20,23 +20,38 @@ from turngate.envs.base import (
 )
 from turngate.envs.latency import HeavyTail, compute_latency_s
 from turngate.envs.shopping import ShoppingEnv, ShoppingToolEnv
+from turngate.envs.tool_calls import ParsedReply, ToolParser
+from turngate.envs.tool_env import ToolEnv
+from turngate.envs.tool_parsers import TOOL_PARSERS, tool_parser
+from turngate.envs.tool_set import ToolAnswer, ToolSet
+from turngate.envs.tools import Finish, Tool, tool
 
 __all__ = [
+    "TOOL_PARSERS",
     "Action",
     "ArithmeticEnv",
     "End",
     "Env",
     "EnvFactory",
+    "Finish",
     "HeavyTail",
     "Observation",
+    "ParsedReply",
     "ShoppingEnv",
     "ShoppingToolEnv",
     "Snapshot",
     "SnapshotEnv",
     "Step",
     "Task",
+    "Tool",
+    "ToolAnswer",
     "ToolCall",
+    "ToolEnv",
+    "ToolParser",
     "ToolResult",
+    "ToolSet",
     "ToolSpec",
     "compute_latency_s",
+    "tool",
+    "tool_parser",
 ]
