@@ -214,7 +214,7 @@ class Endpoint:
         body = await self._client.request("/chat/completions", _encode(request), timeout_s)
         try:
             reply = cast(ChatReply, decode_reply(body))
-            completion = chat_completion(reply, sent, self.policy_version, self._newest_version())
+            completion = chat_completion(reply, sent, self.policy_version, self.newest_version())
         except MalformedReply as error:
             raise self._malformed_reply(error, "/chat/completions") from error
         self._count_tokens(reply)
@@ -232,7 +232,7 @@ class Endpoint:
         sent = self.policy_version
         reply = await self._complete_text(prompt_token_ids, sampling, seed=seed, echo=False, timeout_s=timeout_s)
         try:
-            completion = text_completion(reply, prompt_token_ids, sent, self.policy_version, self._newest_version())
+            completion = text_completion(reply, prompt_token_ids, sent, self.policy_version, self.newest_version())
         except MalformedReply as error:
             raise self._malformed_reply(error, "/completions") from error
         self._count_tokens(reply)
@@ -284,7 +284,7 @@ class Endpoint:
         except MalformedReply as error:
             raise self._malformed_reply(error, "/completions") from error
 
-    def _newest_version(self) -> int | None:
+    def newest_version(self) -> int | None:
         """Return the newest version that a server can serve; None while nobody has told us any."""
         if self.policy_version == 0 and self.publisher is None:
             return None
