@@ -3,6 +3,7 @@
 if __name__ == "runtime":
     raise ImportError("import turngate.runtime, not runtime: the bare name makes a second copy of every class")
 
+from turngate.runtime.agent import Agent, Outcome
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.context import Context, History, full, last_turns, summarise, token_budget
 from turngate.runtime.dialect import OPENAI, Dialect, TokenMode
@@ -22,6 +23,8 @@ from turngate.runtime.run import TrainReport
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
 from turngate.runtime.scorers import Scorer, ScorerSet
+from turngate.runtime.session import Session
+from turngate.runtime.session_table import SessionTable
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.token_view import render_tokens
 from turngate.runtime.training import train
@@ -42,6 +45,7 @@ from turngate.runtime.weights import EnginePublisher, FolderPublisher, WeightPub
 
 __all__ = [
     "OPENAI",
+    "Agent",
     "Batch",
     "Buffer",
     "ChatEndpoint",
@@ -63,6 +67,7 @@ __all__ = [
     "Ledger",
     "Limits",
     "Message",
+    "Outcome",
     "RestartPoint",
     "RestartedFrom",
     "Restarts",
@@ -72,6 +77,8 @@ __all__ = [
     "Scorer",
     "ScorerSet",
     "Segment",
+    "Session",
+    "SessionTable",
     "StalenessLimit",
     "TokenMode",
     "TrainReport",

@@ -16,7 +16,7 @@ from turngate.runtime.session import Session
 from turngate.runtime.session_table import SessionTable
 from turngate.runtime.types import Sampling, Trajectory
 
-__all__ = ["Agent", "AgentFunction", "AgentOrEnv", "Outcome", "Verdict", "run_agent"]
+__all__ = ["Agent", "AgentFunction", "AgentOrEnv", "Outcome", "Verdict", "check_agent_run", "run_agent"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -64,6 +64,20 @@ class Agent:
 
 AgentOrEnv: TypeAlias = EnvFactory | Agent
 """What an episode is played with."""
+
+
+def check_agent_run(
+    env: AgentOrEnv, *, restarts: object = None, injection: object = None, keep_snapshots: bool = False
+) -> None:
+    """Refuse what needs a look inside the loop, which an agent keeps to itself. Raises ConfigError."""
+    if not isinstance(env, Agent):
+        return
+    wanted = {"restarts": restarts is not None, "injection": injection is not None, "keep_snapshots": keep_snapshots}
+    if found := [name for name, is_wanted in wanted.items() if is_wanted]:
+        raise ConfigError(
+            f"{' and '.join(found)} must go with an environment: got {env!r}, which runs its own loop and can neither "
+            "be saved nor be acted for; leave it out, or write the task as an Env"
+        )
 
 
 async def run_agent(

@@ -13,7 +13,8 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from turngate.envs.base import EnvFactory, Task
+from turngate.envs.base import Task
+from turngate.runtime.agent import AgentOrEnv
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.events import UpdateFinished, WeightsPublished
@@ -76,7 +77,7 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
 @asynccontextmanager
 async def open_run(
     runtime: Runtime,
-    env: EnvFactory,
+    env: AgentOrEnv,
     tasks: Sequence[Task],
     learner: Learner,
     publisher: WeightPublisher,
@@ -361,7 +362,7 @@ def _first_version(progress: Progress, served: int) -> int:
 
 
 def _describe(
-    runtime: Runtime, env: EnvFactory, tasks: Sequence[Task], learner: Learner, config: TrainConfig
+    runtime: Runtime, env: AgentOrEnv, tasks: Sequence[Task], learner: Learner, config: TrainConfig
 ) -> dict[str, Any]:
     return {
         "train": config,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import anyio
 
-from turngate.envs.base import End, EnvFactory, Task
+from turngate.envs.base import End, Task
+from turngate.runtime.agent import Agent, AgentOrEnv, check_agent_run, run_agent
 from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.evaluation import Evaluation, summarise_episodes
@@ -18,6 +19,8 @@ from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.rollout import run_rollout
 from turngate.runtime.scorers import Scorer, ScorerSet
 from turngate.runtime.seeds import derive_seed
+from turngate.runtime.session import Session
+from turngate.runtime.session_table import SessionTable
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Sampling, Trajectory
 from turngate.runtime.unwrap import single_errors
@@ -53,13 +56,38 @@ class Runtime:
         self.slots = Slots(max_concurrent)
         self.events = events or Events()
         self.scorers = scorers if isinstance(scorers, ScorerSet) else ScorerSet(scorers)
+        self.sessions = SessionTable(endpoint, limits=self.limits, sampling=self.sampling, events=self.events)
 
     def __repr__(self) -> str:
         return f"<Runtime {self.endpoint!r} {self.slots!r}>"
 
+    def session(
+        self,
+        task: Task | None = None,
+        *,
+        id: str = "",
+        seed: int = 0,
+        sampling: Sampling | None = None,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """Open an episode for an agent of your own, without waiting for a slot; `async with` ends it.
+
+        Args: task: what it is about, for the record. id: of its trajectory. seed: of its requests that bring none.
+            sampling: pins how replies are drawn, in place of the runtime's. timeout_s: until its deadline;
+            `Limits.rollout_timeout_s` when None.
+        """
+        return self.sessions.create(
+            task,
+            id=id,
+            seed=seed,
+            limits=self.limits,
+            sampling=sampling or self.sampling,
+            timeout_s=timeout_s,
+        )
+
     async def rollout(
         self,
-        env: EnvFactory,
+        env: AgentOrEnv,
         task: Task,
         *,
         seed: int = 0,
@@ -76,33 +104,50 @@ class Runtime:
     ) -> Trajectory:
         """Run one episode now, without waiting for a slot; failures of env or endpoint are on the trajectory.
 
-        Args: as of `run_rollout`. score: let the scorers judge the episode, if it did not fail.
+        Args: as of `run_rollout`; an `Agent` has no snapshots to keep or to start from, and takes no injection.
+            score: let the scorers judge the episode, if it did not fail.
         """
-        trajectory = await run_rollout(
-            env,
-            task,
-            self.endpoint,
-            limits=self.limits,
-            sampling=sampling or self.sampling,
-            context=self.context,
-            seed=seed,
-            env_seed=env_seed,
-            group_id=group_id,
-            member=member,
-            trajectory_id=trajectory_id or f"{task.id}.{seed}",
-            events=self.events,
-            keep_snapshots=keep_snapshots,
-            last_contexts=last_contexts,
-            start=start,
-            injection=injection,
-        )
+        if isinstance(env, Agent):
+            check_agent_run(env, restarts=start, injection=injection, keep_snapshots=keep_snapshots)
+            trajectory = await run_agent(
+                env,
+                task,
+                self.sessions,
+                limits=self.limits,
+                sampling=sampling or self.sampling,
+                seed=seed,
+                env_seed=env_seed,
+                group_id=group_id,
+                member=member,
+                trajectory_id=trajectory_id,
+                last_contexts=last_contexts,
+            )
+        else:
+            trajectory = await run_rollout(
+                env,
+                task,
+                self.endpoint,
+                limits=self.limits,
+                sampling=sampling or self.sampling,
+                context=self.context,
+                seed=seed,
+                env_seed=env_seed,
+                group_id=group_id,
+                member=member,
+                trajectory_id=trajectory_id or f"{task.id}.{seed}",
+                events=self.events,
+                keep_snapshots=keep_snapshots,
+                last_contexts=last_contexts,
+                start=start,
+                injection=injection,
+            )
         if score and not trajectory.end.is_failure:
             trajectory = await self.scorers.score(trajectory, events=self.events)
         return trajectory
 
     async def evaluate(
         self,
-        env: EnvFactory,
+        env: AgentOrEnv,
         tasks: Sequence[Task],
         *,
         sampling: Sampling | None = None,

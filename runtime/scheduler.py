@@ -10,7 +10,8 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from turngate.envs.base import End, EnvFactory, Task
+from turngate.envs.base import End, Task
+from turngate.runtime.agent import AgentOrEnv
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.errors import ConfigError, EndpointError, EnvError, ToolError
 from turngate.runtime.events import GroupDropped, GroupFinished
@@ -132,7 +133,7 @@ class Collector:
     def __init__(
         self,
         runtime: Runtime,
-        env: EnvFactory,
+        env: AgentOrEnv,
         tasks: TaskStream,
         *,
         buffer: Buffer,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import anyio
 
-from turngate.envs.base import EnvFactory, Task
+from turngate.envs.base import Task
+from turngate.runtime.agent import AgentOrEnv, check_agent_run
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner, check_learner
@@ -25,7 +26,7 @@ __all__ = ["train"]
 
 async def train(
     runtime: Runtime,
-    env: EnvFactory,
+    env: AgentOrEnv,
     tasks: Sequence[Task],
     *,
     learner: Learner,
@@ -66,6 +67,7 @@ async def train(
     _check_kind("restarts", restarts, Restarts)
     _check_kind("injection", injection, Injection)
     check_restarts(restarts, runtime.scorers.names)
+    check_agent_run(env, restarts=restarts, injection=injection)
     config = TrainConfig(
         updates=updates,
         groups_per_batch=groups_per_batch,
