@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.openai_api.neutral import NEUTRAL, NEUTRAL_CHAT, refuse_unsupported
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
 from turngate.runtime.types import Message
 
@@ -126,7 +127,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
-    # Known to other servers, not implemented here: refused unless they change nothing (see _NEUTRAL).
+    # Known to other servers, not implemented here: refused unless they change nothing (see NEUTRAL).
     best_of: int | None = None
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
@@ -172,29 +173,7 @@ class WeightsRequest(msgspec.Struct, kw_only=True, frozen=True):
     policy_version: Annotated[int, msgspec.Meta(ge=0, le=MAX_POLICY_VERSION)]
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-}
-"""Values of the unimplemented fields that ask for nothing."""
-_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {"functions": ([],), "tool_choice": ("none", "auto")}
-"""The same for fields of chat requests only."""
-
-_HINTS = {
-    "prompt_logprobs": "; use /v1/completions with echo and logprobs",
-    "best_of": "; ask for n choices and pick one",
-    "functions": "; use tools",
-    "tool_choice": "; the model decides whether to call a tool",
-}
+_ME = "this engine"
 
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, WeightsRequest)
 
@@ -230,19 +209,8 @@ def token_id_prompts(prompt: str | list[str | int | list[int]]) -> list[str | li
     return prompts
 
 
-def _refuse_unsupported(request: SamplingFields, neutral_values: dict[str, tuple[Any, ...]]) -> None:
-    for name, neutral in neutral_values.items():
-        value = getattr(request, name)
-        if value is not None and value not in neutral:
-            raise RequestError(
-                f"{name} is not supported by this engine: leave it out, got {value!r:.80}{_HINTS.get(name, '')}",
-                param=name,
-                code="unsupported_parameter",
-            )
-
-
 def _check_sampling(request: SamplingFields) -> None:
-    _refuse_unsupported(request, _NEUTRAL)
+    refuse_unsupported(lambda name: getattr(request, name), NEUTRAL, _ME)
     _check(request.temperature, "temperature", "a finite number >= 0", lambda v: math.isfinite(v) and v >= 0)
     _check(request.top_p, "top_p", "a number in (0, 1]", lambda v: 0 < v <= 1)
     _check(request.top_k, "top_k", "an integer >= -1", lambda v: -1 <= v < _SEED_BOUND)
@@ -271,7 +239,7 @@ def _check_stop(stop: str | list[str] | None) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
-    _refuse_unsupported(request, _NEUTRAL_CHAT)
+    refuse_unsupported(lambda name: getattr(request, name), NEUTRAL_CHAT, _ME)
     if not request.messages:
         raise RequestError("messages must not be empty: expected at least one message, got []", param="messages")
     for index, message in enumerate(request.messages):
