@@ -124,9 +124,9 @@ async def run_agent(
             raise  # somebody else's
         session.seal(End.timeout, f"agent must end within {limits.rollout_timeout_s:g} s: it did not ({session.id})")
     except (EnvError, ToolError) as error:
-        session.seal(*session.verdict_on(error))
+        session.seal_after(error)
     except BaseException as error:
-        session.seal(*session.verdict_on(error))
+        session.seal_after(error)
         raise
     return session.trajectory
 

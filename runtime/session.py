@@ -4,53 +4,40 @@ import asyncio
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import msgspec
 
 from turngate.envs.base import End, Task, ToolSpec
-from turngate.runtime.answers import describe_error, said_last, writable
+from turngate.runtime.answers import said_last, writable
 from turngate.runtime.chat_messages import AnyMessage, chat_messages
 from turngate.runtime.conversation import Conversation, conversation_of, token_mode_of
-from turngate.runtime.deadline import Deadline, DeadlineExceeded
+from turngate.runtime.door import Door
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import (
     ConfigError,
-    ContextOverflow,
     EndpointError,
-    EnvError,
     MalformedReply,
     SessionError,
     SessionLimit,
     SessionSealed,
-    ToolError,
 )
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.limits import Limits
 from turngate.runtime.seeds import derive_seed
+from turngate.runtime.session_calls import CallDropped, SessionCalls
 from turngate.runtime.session_recorder import SessionRecorder
+from turngate.runtime.session_sampling import allowed_sampling, why_not_trained
 from turngate.runtime.session_turns import SessionTurns
+from turngate.runtime.session_verdict import SessionVerdict
 from turngate.runtime.types import Completion, Message, Sampling, Trajectory, Turn
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = ["Door", "Session", "SessionState"]
+__all__ = ["Session", "SessionState"]
 
 SessionState: TypeAlias = Literal["open", "sealed"]
-
-
-class Door(Protocol):
-    """Where agents that speak HTTP reach the sessions of this process."""
-
-    @property
-    def base_url(self) -> str:
-        """The URL that SDKs are given, the part before /chat/completions."""
-        ...
-
-    def client(self, key: str) -> "AsyncOpenAI":
-        """Return a client whose requests belong to the session with this key."""
-        ...
 
 
 class Session:
@@ -67,12 +54,8 @@ class Session:
 
     # State.
     state: SessionState
-    stopped_by: End | None  # the limit it has reached, once it has
-    failure: str  # the endpoint's failure since the last reply that was delivered, empty for none
-    _stopped_because: str
     _requests: int  # replies recorded, the choices of one reply together
     _asked: int  # requests that were given a seed
-    _scopes: set[Deadline]  # one per request of chat() under way
     _has_looked: bool  # whether the server was asked for the context after the last turn
     _first_observation: str  # what the agent had been told before the first turn
     _trajectory: Trajectory | None
@@ -100,17 +83,16 @@ class Session:
         self.seed = seed
         self.env_seed = derive_seed(seed, "env") if env_seed is None else env_seed
         self._group_id, self._member, self._last_contexts = group_id, member, last_contexts
-        self._endpoint, self._conversation = endpoint, conversation_of(endpoint)
+        self._endpoint, self._calls = endpoint, SessionCalls(conversation_of(endpoint))
         self._events, self._door = events or Events(), door
         loop = asyncio.get_running_loop()
         self._loop = weakref.ref(loop)
         self._started_s = loop.time()
         self._recorder = SessionRecorder()
         self._turns = SessionTurns()
-        self.state, self.stopped_by, self.failure = "open", None, ""
-        self._stopped_because = ""
+        self._verdict = SessionVerdict()
+        self.state = "open"
         self._requests = self._asked = 0
-        self._scopes = set()
         self._has_looked = False
         self._first_observation = ""
         self._trajectory = None
@@ -131,12 +113,12 @@ class Session:
         if error is None:
             self.seal()
         else:
-            self.seal(*self.verdict_on(error))
+            self.seal_after(error)
 
     @property
     def in_flight(self) -> int:
         """Requests of `chat` under way."""
-        return len(self._scopes)
+        return len(self._calls)
 
     @property
     def is_orphan(self) -> bool:
@@ -159,7 +141,7 @@ class Session:
     @property
     def conversation(self) -> Conversation:
         """The chat that all its requests go through, so that ids are kept from one to the next."""
-        return self._conversation
+        return self._calls.conversation
 
     def when_sealed(self, call: Callable[["Session"], None]) -> None:
         """Have `call` called once the session is sealed, for those who hold something on its behalf; it must not fail.
@@ -249,28 +231,22 @@ class Session:
         if self.state == "sealed":
             raise self._sealed("requests")
         limits = self.limits
-        if self.stopped_by is None:
-            if self._requests + len(self._scopes) >= limits.max_turns:
-                self._stop(End.turn_limit, f"got {limits.max_turns} turns (Limits.max_turns)")
+        if self._verdict.stopped_by is None:
+            if self._requests + len(self._calls) >= limits.max_turns:
+                self._verdict.stop(End.turn_limit, f"got {limits.max_turns} turns (Limits.max_turns)")
             elif limits.max_policy_tokens is not None and self._recorder.policy_tokens >= limits.max_policy_tokens:
-                self._stop(End.token_limit, f"got {limits.max_policy_tokens} tokens (Limits.max_policy_tokens)")
-        if self.stopped_by is not None:
+                self._verdict.stop(End.token_limit, f"got {limits.max_policy_tokens} tokens (Limits.max_policy_tokens)")
+        if self._verdict.stopped_by is not None:
             raise SessionLimit(
-                f"session must stay within its limits: {self._stopped_because} (session {self.id}"
+                f"session must stay within its limits: {self._verdict.because} (session {self.id}"
                 f"{f', role {role}' if role else ''}); end the episode, rewards are still taken"
             )
 
     def allowed_sampling(self, asked: Sampling | None) -> Sampling:
         """Return how the next request is drawn: what is pinned and the token limit before what the agent asks for."""
-        pinned = self.sampling
-        if asked is None or pinned is None:
-            drawn = asked or pinned or Sampling()
-        else:
-            drawn = msgspec.structs.replace(pinned, max_tokens=asked.max_tokens, stop=asked.stop)
         limit = self.limits.max_policy_tokens
-        if limit is None or (left := limit - self._recorder.policy_tokens) >= drawn.max_tokens:
-            return drawn
-        return msgspec.structs.replace(drawn, max_tokens=max(1, left))
+        left = None if limit is None else limit - self._recorder.policy_tokens
+        return allowed_sampling(asked, self.sampling, left)
 
     def next_seed(self) -> int:
         """Return the seed of the next request that brings none."""
@@ -296,7 +272,7 @@ class Session:
         if self.state == "sealed":
             return False
         now_s = self._now()
-        if self.sampling is None and (why := _why_not_trained(sampling)):
+        if self.sampling is None and (why := why_not_trained(sampling)):
             self._recorder.refuse_training(f"{why} (turn {len(self._turns)})")
         if not self._turns:
             self._first_observation = said_last(messages)
@@ -304,7 +280,9 @@ class Session:
         for completion in completions:
             if self._is_too_long(completion):
                 limit = self.limits.max_context_tokens
-                self._stop(End.context_overflow, f"got a turn beyond {limit} tokens (Limits.max_context_tokens)")
+                self._verdict.stop(
+                    End.context_overflow, f"got a turn beyond {limit} tokens (Limits.max_context_tokens)"
+                )
                 self._keep_last_context(completion)
                 is_whole = False
                 continue
@@ -313,49 +291,37 @@ class Session:
                 self._finish(self._turns.answer(placed.answers, said_last(messages), now_s - model_s))
             self._turns.add(completion, placed, role=role, model_s=model_s, now_s=now_s)
         self._requests += 1
-        self.failure = ""
+        self._verdict.delivered()
         return is_whole
 
     def failed(self, error: EndpointError) -> None:
         """Remember that the server failed a request: if the agent gives up now, it is not the agent's fault."""
-        if isinstance(error, ContextOverflow):
-            self._stop(End.context_overflow, writable(str(error)))
-        self.failure = writable(f"{type(error).__name__}: {error}")
+        self._verdict.fail(error)
 
-    def verdict_on(self, error: BaseException) -> tuple[End, str]:
-        """Return the end, and the words for it, of an episode whose agent was left by `error`.
-
-        An exception of the agent's is data: its code stands around the model as an environment does, so it ends the
-        episode with `env_error`, unless it is the echo of something else: of a limit, of a server that failed.
-        """
-        if not isinstance(error, Exception):  # GeneratorExit too: its event loop is gone
-            return End.cancelled, "cancelled from outside"
-        if (echoed := self._stopped()) is not None:
-            return echoed
-        if isinstance(error, ToolError):
-            return End.tool_error, self._where(str(error))
-        what = str(error) if isinstance(error, EnvError) else f"the agent must not raise: got {describe_error(error)}"
-        return End.env_error, self._where(what)
+    def seal_after(self, error: BaseException) -> Trajectory:
+        """End the episode of an agent that `error` has left; see `SessionVerdict.on_error`."""
+        end, why = self._verdict.on_error(error)
+        return self.seal(end, why and self._where(why))
 
     def seal(self, end: End | None = None, error: str = "") -> Trajectory:
         """End the episode and return its record; a sealed session stays as it is. Requests under way are dropped.
 
-        Args: end: None for the limit that was reached or the server's failure that nothing came after: no agent's
-            shrug makes a failure of the policy of it. Otherwise success when the rewards come to more than 0 (those
-            named `outcome`, if there are any), failure when they do not.
+        Args: end: None for the limit that was reached, or the server's failure that no reply came after; otherwise
+            success when the rewards come to more than 0 (those named `outcome`, if there are any), failure if not.
         """
-        if self._trajectory is not None:
-            return self._trajectory
+        if self.state == "sealed":
+            return self.trajectory
         if end is None:
-            verdict = End.success if self._turns.reward() > 0 else End.failure
-            end, error = self._stopped() or (verdict, error)
+            end, why = self._verdict.on_return(self._turns.reward())
+            error = error or (why and self._where(why))
         self.state = "sealed"
         try:
             for turn in self._turns.unfinished():
                 self._finish(turn)
             self._trajectory = trajectory = self._record_of(end, error)
         finally:
-            self._drop_requests()
+            if not self.is_orphan:
+                self._calls.drop_all()
             while self._on_sealed:
                 self._on_sealed.pop(0)(self)
         if (tell := self._events.rollout_finished) is not None:
@@ -367,22 +333,13 @@ class Session:
     async def _ask(
         self, chat: tuple[Message, ...], sampling: Sampling, tools: Sequence[ToolSpec], seed: int
     ) -> Completion:
-        scope = Deadline()
-        self._scopes.add(scope)
         try:
-            with scope:
-                return await self._conversation.complete(
-                    chat, sampling, seed=seed, tools=tools, timeout_s=self.limits.request_timeout_s
-                )
-        except DeadlineExceeded as error:
-            if not scope.expired:
-                raise  # somebody else's
+            return await self._calls.ask(chat, sampling, tools, seed, self.limits.request_timeout_s)
+        except CallDropped as error:
             raise self._sealed("requests") from error
         except EndpointError as error:
             self.failed(error)
             raise
-        finally:
-            self._scopes.discard(scope)
 
     async def _look_ahead(self, chat: tuple[Message, ...], tools: Sequence[ToolSpec]) -> None:
         """Learn the ids of a request that a limit forbids, when value estimates are to bootstrap from there."""
@@ -401,29 +358,14 @@ class Session:
         if limit is None or len(completion.prompt_token_ids) <= limit:  # learners may be sized for the limit
             self._recorder.add_last_context(completion.prompt_token_ids)
 
-    def _stopped(self) -> tuple[End, str] | None:
-        """Return what keeps the episode from being the agent's to judge, and the words for it; None when nothing."""
-        if self.stopped_by is not None:
-            return self.stopped_by, self._stopped_because if self.stopped_by is End.context_overflow else ""
-        return (End.endpoint_error, self._where(self.failure)) if self.failure else None
-
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self.limits.max_context_tokens
         return limit is not None and len(completion.prompt_token_ids) + len(completion.token_ids) > limit
-
-    def _stop(self, end: End, why: str) -> None:
-        if self.stopped_by is None:
-            self.stopped_by, self._stopped_because = end, why
 
     def _sealed(self, what: str) -> SessionSealed:
         trajectory = self._trajectory
         end = f" with {trajectory.end.value}" if trajectory is not None else ""
         return SessionSealed(f"{what} must come before the session is sealed: it ended{end} (session {self.id})")
-
-    def _drop_requests(self) -> None:
-        if not self.is_orphan:
-            for scope in self._scopes:
-                scope.expire()
 
     def _finish(self, turn: Turn | None) -> None:
         if turn is not None and (tell := self._events.turn_finished) is not None:
@@ -462,15 +404,3 @@ class Session:
 
     def _where(self, what: str) -> str:
         return writable(f"{what} (session {self.id}, turn {len(self._turns)})")
-
-
-def _why_not_trained(sampling: Sampling | None) -> str:
-    """Say why log-probs of such a sample are not the policy's; empty when they are."""
-    if sampling is None:
-        return "nobody said how the reply was drawn"
-    if (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0):
-        return ""
-    return (
-        f"the agent drew at temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}: "
-        "expected 1, 1, 0; let the session pin its sampling"
-    )

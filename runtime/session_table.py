@@ -9,12 +9,13 @@ import msgspec
 
 from turngate.envs.base import End, Task
 from turngate.runtime.deadline import Alarm
+from turngate.runtime.door import Door
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import ConfigError, SessionSealed
 from turngate.runtime.events import Events
 from turngate.runtime.limits import Limits
 from turngate.runtime.lru import LRU
-from turngate.runtime.session import Door, Session
+from turngate.runtime.session import Session
 from turngate.runtime.types import Sampling
 
 __all__ = ["SessionStatistics", "SessionTable"]

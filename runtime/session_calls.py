@@ -1,0 +1,52 @@
+"""Requests of one session that are under way, so that they end when it does."""
+
+from collections.abc import Sequence
+
+from turngate.envs.base import ToolSpec
+from turngate.runtime.conversation import Conversation
+from turngate.runtime.deadline import Deadline, DeadlineExceeded
+from turngate.runtime.types import Completion, Message, Sampling
+
+__all__ = ["CallDropped", "SessionCalls"]
+
+
+class CallDropped(Exception):
+    """The session was sealed while its request was under way."""
+
+
+class SessionCalls:
+    """Asks through one conversation, from any task of the session's event loop."""
+
+    # Changed by ask(): _scopes.
+    __slots__ = ("_scopes", "conversation")
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self._scopes: set[Deadline] = set()
+
+    def __len__(self) -> int:
+        return len(self._scopes)
+
+    async def ask(
+        self, chat: Sequence[Message], sampling: Sampling, tools: Sequence[ToolSpec], seed: int, timeout_s: float
+    ) -> Completion:
+        """Sample a completion. Raises: CallDropped: `drop_all` was called meanwhile. EndpointError: the server failed.
+
+        Cancelled: the request is dropped.
+        """
+        scope = Deadline()
+        self._scopes.add(scope)
+        try:
+            with scope:
+                return await self.conversation.complete(chat, sampling, seed=seed, tools=tools, timeout_s=timeout_s)
+        except DeadlineExceeded as error:
+            if not scope.expired:
+                raise  # somebody else's
+            raise CallDropped from error
+        finally:
+            self._scopes.discard(scope)
+
+    def drop_all(self) -> None:
+        """Cancel what is under way, each in the task that waits for it."""
+        for scope in self._scopes:
+            scope.expire()
