@@ -3,10 +3,12 @@
 from turngate.runtime.testing.cancellation import Outcome, cancel_everywhere
 from turngate.runtime.testing.endpoints import FakeEndpoint, FakeTransport, render_ids
 from turngate.runtime.testing.hostile import HostileServer
+from turngate.runtime.testing.renderers import FakeRenderer
 from turngate.runtime.testing.virtual_time import VirtualTimeLoop, run_virtual
 
 __all__ = [
     "FakeEndpoint",
+    "FakeRenderer",
     "FakeTransport",
     "HostileServer",
     "Outcome",

@@ -1,0 +1,106 @@
+"""Token-in/token-out against the engine: the ids of the server's own rendering, and none of its drift."""
+
+import functools
+
+import pytest
+
+from turngate.envs.base import Action, End, Observation, Step, Task, ToolResult, ToolSpec
+from turngate.runtime.context import full, last_turns, summarise
+from turngate.runtime.dialect import Dialect
+from turngate.runtime.endpoint import Endpoint
+from turngate.runtime.engine.config import EngineConfig
+from turngate.runtime.engine.server import EngineServer
+from turngate.runtime.engine_renderer import EngineRenderer
+from turngate.runtime.limits import Limits
+from turngate.runtime.rollout import run_rollout
+from turngate.runtime.types import Sampling
+
+TASK = Task("t", "buy the red one")
+TURNS = 4
+
+
+class ShopEnv:
+    """Answers a few turns; the actions it has seen are its state."""
+
+    def __init__(self, tools=()):
+        self.tools, self.actions = tools, []
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        return Observation("the red", system="buy", tools=self.tools)
+
+    async def step(self, action: Action) -> Step:
+        self.actions.append(action)
+        results = tuple(ToolResult(call.id, "under $80") for call in action.tool_calls)
+        answer = Observation("" if results else f"one {len(self.actions)}", results)
+        return Step(answer, end=End.success if len(self.actions) == TURNS else None, state={"said": action.text})
+
+    async def aclose(self) -> None:
+        pass
+
+
+def endpoint_at(server, mode):
+    url = f"http://127.0.0.1:{server.port}/v1"
+    renderer = EngineRenderer(server.fake.tokenizer if hasattr(server, "fake") else server.tokenizer)
+    if mode == "server":
+        return Endpoint(url, model="policy")
+    return Endpoint(url, model="policy", dialect=Dialect(token_mode="tokens"), renderer=renderer)
+
+
+async def both(server, env, *, context, max_tokens=8, **options):
+    """Play one episode in each mode; return the trajectories."""
+    played = []
+    for mode in ("server", "tokens"):
+        async with endpoint_at(server, mode) as endpoint:
+            sampling = Sampling(max_tokens=max_tokens, **options)
+            trajectory = await run_rollout(env, TASK, endpoint, context=context, sampling=sampling, seed=3)
+        assert trajectory.end is End.success, trajectory.error
+        assert (trajectory.token_mode, trajectory.untrainable_because) == (mode, "")
+        played.append(trajectory)
+    return played
+
+
+CONTEXTS = [full(), last_turns(1), last_turns(2), summarise(lambda text, _: text + "the", after_turns=2, keep_turns=1)]
+CALLING = (ToolSpec("buy", "the red", {"type": "object"}),)
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=repr)
+@pytest.mark.parametrize("max_tokens", [8, 3], ids=["whole", "cut"])
+@pytest.mark.parametrize("tools", [(), CALLING], ids=["text", "tools"])
+async def test_both_modes_record_the_same_ids(start_server, tokenizer, monkeypatch, context, max_tokens, tools):
+    async with start_server(policy_version=2) as server:
+        if tools:
+            call = [tokenizer.special("<|call|>"), *tokenizer.encode("buy {}")]
+            server.fake.script = [*tokenizer.encode("red"), *call, tokenizer.end]
+        monkeypatch.setattr(server._completions, "_max_context", 512)
+        ours, theirs = await both(server, functools.partial(ShopEnv, tools), context=context, max_tokens=max_tokens)
+    assert ours.segments == theirs.segments
+    assert ours.drifts == theirs.drifts == 0
+    assert len(ours.segments) == 1 or context is not CONTEXTS[0]
+    for one, other in zip(ours.turns, theirs.turns, strict=True):
+        assert (one.segment, one.start, one.length) == (other.segment, other.start, other.length)
+        assert (one.text, one.observation, one.stop_reason) == (other.text, other.observation, other.stop_reason)
+        assert [(c.name, c.arguments) for c in one.tool_calls] == [(c.name, c.arguments) for c in other.tool_calls]
+        assert bool(one.tool_calls) == (bool(tools) and max_tokens == 8)
+
+
+async def test_what_a_model_says_in_its_own_tokens_drifts_on_the_server_and_not_here(make_policy, tokenizer):
+    policy = make_policy(len(tokenizer), max_context=1024)
+    async with EngineServer(policy, tokenizer, EngineConfig(seed=0)) as server:
+        server.tokenizer = tokenizer
+        limits = Limits(max_turns=TURNS)
+        async with endpoint_at(server, "tokens") as endpoint, endpoint_at(server, "server") as plain:
+            sampling = Sampling(max_tokens=24)
+            ours = await run_rollout(ShopEnv, TASK, endpoint, sampling=sampling, limits=limits, seed=1)
+            theirs = await run_rollout(ShopEnv, TASK, plain, sampling=sampling, limits=limits, seed=1)
+            (segment,) = ours.segments
+            scores = await endpoint.score(list(segment.ids()))
+    assert (ours.drifts, ours.error) == (0, "")
+    assert theirs.drifts > 0
+    assert len(theirs.segments) == 1 + theirs.drifts
+    # The first turn saw the same prompt and had the same luck.
+    length = ours.turns[0].start + ours.turns[0].length
+    assert segment.ids()[:length] == theirs.segments[0].ids()[:length]
+    # What the record says was sampled from its own prefix was sampled from it.
+    for at, mask in enumerate(segment.policy_mask):
+        if mask:
+            assert scores[at] == pytest.approx(segment.logprob_values()[at], abs=1e-4)
