@@ -4,12 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from turngate.runtime.commands import serve
+from turngate.runtime.commands import check, serve
 from turngate.runtime.errors import TurngateError
 
 __all__ = ["main"]
 
-_COMMANDS = (serve,)
+_COMMANDS = (check, serve)
 """In the order of the help text."""
 
 

@@ -10,6 +10,7 @@ import msgspec
 from yarl import URL
 
 from turngate.envs.base import ToolSpec
+from turngate.runtime.capabilities import Capabilities
 from turngate.runtime.conversation import Conversation
 from turngate.runtime.dialect import Dialect
 from turngate.runtime.errors import ConfigError, MalformedReply
@@ -105,6 +106,7 @@ class Endpoint:
         max_retries: int = 6,
         policy_version: int = 0,
         publisher: WeightPublisher | None = None,
+        capabilities: Capabilities | None = None,
         transport: Transport | None = None,
         random: Random | None = None,
     ) -> None:
@@ -115,6 +117,7 @@ class Endpoint:
             renderer: the model's chat format; it comes with token_mode='tokens', where chats are rendered here.
             max_retries: attempts after the first, for connection errors, 408, 409, 425, 429 and 5xx.
             publisher: how new weights reach the server.
+            capabilities: what a probe found; kept with the run, and asked before training.
             transport: replaces HTTP, for tests. random: draws the jitter of retries.
         Raises: ConfigError: the URL or a limit cannot work, or there is no renderer where one is needed.
         """
@@ -127,9 +130,12 @@ class Endpoint:
         self.model = model
         self.policy_version = policy_version
         self.publisher = publisher
+        self.capabilities = capabilities
         userinfo = _userinfo(url)
         self.secrets = (*userinfo, api_key) if api_key else userinfo
         """What must not be shown to others: the key, or what the URL says of who we are."""
+        self.credentials = url, api_key
+        """The URL as given, and the key: for probing the same server."""
         if api_key and userinfo:
             raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
