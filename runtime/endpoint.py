@@ -142,7 +142,9 @@ class Endpoint:
         carrier = transport if transport is not None else HttpTransport(url, headers=headers)
         self.url = str(URL(url.rstrip("/")).with_user(None)) if userinfo else url.rstrip("/")
         """Where the server is; a name and password in the URL given are used, and never shown."""
-        self._client = RetryingClient(self.url, carrier, max_retries=max_retries, random=random or Random())
+        self._client = RetryingClient(
+            self.url, carrier, max_retries=max_retries, random=random or Random(), secrets=self.secrets
+        )
         self.dialect = dialect
         self.renderer = renderer
         self._malformed = 0

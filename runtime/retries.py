@@ -3,7 +3,7 @@
 import asyncio
 import email.utils
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import TypeVar
@@ -12,7 +12,7 @@ from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError,
 from turngate.runtime.transport import OpenReply, Reply, Transport
 from turngate.runtime.wire import error_message
 
-__all__ = ["RetryingClient"]
+__all__ = ["RetryingClient", "scrub"]
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429})
 """What a later attempt may cure, beside every 5xx."""
@@ -39,14 +39,20 @@ class RetryingClient:
 
     # State: the counters, changed by requests.
 
-    def __init__(self, url: str, transport: Transport, *, max_retries: int, random: Random) -> None:
-        """Hold the parts. Raises: ConfigError: `max_retries` is negative."""
+    def __init__(
+        self, url: str, transport: Transport, *, max_retries: int, random: Random, secrets: Sequence[str] = ()
+    ) -> None:
+        """Hold the parts; `secrets` are left out of what is told of the server's words.
+
+        Raises: ConfigError: `max_retries` is negative.
+        """
         if max_retries < 0:
             raise ConfigError(f"max_retries must be 0 or more: got {max_retries}")
         self.url = url
         self.transport = transport
         self._max_retries = max_retries
         self._random = random
+        self._secrets = secrets
         self.in_flight = self.completed = self.retries = 0
         self.refused = self.timeouts = self.failed = 0
         self.latency_s = 0.0
@@ -141,7 +147,7 @@ class RetryingClient:
 
     def _refuse_or_retry(self, reply: Reply | OpenReply, path: str) -> tuple[str, float]:
         """Return (what it says, seconds it wants us to wait) for a reply worth retrying; raise for any other."""
-        message = error_message(reply.body)
+        message = scrub(error_message(reply.body), self._secrets)
         if reply.status in _RETRIED_STATUSES or reply.status >= 500:
             return message, _retry_after_s(reply)
         self.refused += 1
@@ -157,6 +163,13 @@ class RetryingClient:
     def _backoff_s(self, attempt: int) -> float:
         # Half of it jittered: enough to part the clients of a server that comes back, never a wait of nothing.
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0**attempt) * (0.5 + 0.5 * self._random.random())
+
+
+def scrub(text: str, secrets: Sequence[str]) -> str:
+    """Return a text without the secrets that a server may have put into it."""
+    for secret in secrets:
+        text = text.replace(secret, "[hidden]")
+    return text
 
 
 def _retry_after_s(reply: Reply | OpenReply) -> float:

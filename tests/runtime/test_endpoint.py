@@ -18,12 +18,12 @@ from turngate.runtime.errors import (
     EndpointTimeout,
     MalformedReply,
 )
+from turngate.runtime.publishers import EnginePublisher
 from turngate.runtime.testing import FakeTransport, HostileServer, run_virtual
 from turngate.runtime.testing.endpoints import fake_logprob, fake_reply
 from turngate.runtime.testing.hostile import answer, broken, hang, raw, reset, status
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Message, Sampling
-from turngate.runtime.weights import EnginePublisher
 from turngate.runtime.wire import check_logprobs
 
 ASK = [Message("system", "be brief"), Message("user", "hi")]
@@ -430,3 +430,11 @@ async def test_credentials_in_the_url_are_secrets_and_are_not_shown():
     assert set(endpoint.secrets) == {"pa%20ss", "pa ss", "me:pa%20ss"}
     assert Endpoint("http://127.0.0.1:9/v1", model="m", api_key="sk-1").secrets == ("sk-1",)
     assert not any(secret in f"{caught.value} {endpoint!r} {endpoint.url}" for secret in endpoint.secrets)
+
+
+async def test_a_server_that_repeats_our_key_does_not_get_it_into_what_is_told():
+    async with HostileServer(status(401, "wrong key sk-very-secret")) as server:
+        async with Endpoint(server.url, model="m", api_key="sk-very-secret") as endpoint:
+            with pytest.raises(EndpointRefused, match=r"wrong key \[hidden\]") as caught:
+                await endpoint.complete(ASK, SAMPLING)
+    assert "sk-very-secret" not in f"{caught.value.told} {caught.value}"
