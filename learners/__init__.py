@@ -12,6 +12,8 @@ from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.filters import M2PO, OPSM, GeometricFilter
 from turngate.learners.grpo import GRPO
 from turngate.learners.hacking import HackingConfig
+from turngate.learners.huggingface import HuggingFaceModel
+from turngate.learners.lora import LoRA
 from turngate.learners.losses import Clip
 from turngate.learners.off_policy_choice import OffPolicy
 from turngate.learners.offpolicy import Correction
@@ -33,6 +35,8 @@ __all__ = [
     "GAEConfig",
     "GeometricFilter",
     "HackingConfig",
+    "HuggingFaceModel",
+    "LoRA",
     "OffPolicy",
     "ReplayConfig",
     "RewardScheme",
