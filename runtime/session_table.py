@@ -94,15 +94,15 @@ class SessionTable:
             last_contexts: when a limit of turns or tokens refuses a `chat`, learn its ids nevertheless.
         Raises: ConfigError: the key is in use.
         """
-        self._created += 1
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop() is not loop:
             self._drop_orphans()
             self._loop = weakref.ref(loop)
-        id = id or f"session-{self._created}"
         key = key or secrets.token_urlsafe(_KEY_BYTES)
         if key in self._sessions:
             raise ConfigError(f"session key must be new: a session with it is open ({self._sessions[key].id})")
+        self._created += 1
+        id = id or f"session-{self._created}"
         session = Session(
             self.endpoint,
             task or Task(id),
