@@ -1,5 +1,7 @@
 """Capabilities as text for people."""
 
+import textwrap
+
 from turngate.runtime.capabilities import USES, Capabilities, Finding, Use
 from turngate.runtime.types import Sampling
 
@@ -33,6 +35,7 @@ _LABELS = {
     "weights": "takes weights",
     "versions": "policy version per token",
 }
+_WIDTH = 120
 _PLAIN = Sampling()
 
 
@@ -57,9 +60,16 @@ def render_table(capabilities: Capabilities) -> str:
 def _use_lines(capabilities: Capabilities, use: Use) -> list[str]:
     problems = capabilities.problems(use, _PLAIN if use == "train" else None)
     if problems:
-        return [f"  {use:<9} no   {USES[use]}", *(f"{'':<16}{problem}" for problem in problems)]
-    limits = _limits(capabilities, use)
-    return [f"  {use:<9} yes  {USES[use]}", *(f"{'':<16}{limit}" for limit in limits)]
+        return [f"  {use:<9} no   {USES[use]}", *_wrapped(problems)]
+    return [f"  {use:<9} yes  {USES[use]}", *_wrapped(_limits(capabilities, use))]
+
+
+def _wrapped(sentences: list[str]) -> list[str]:
+    return [
+        line
+        for sentence in sentences
+        for line in textwrap.wrap(sentence, _WIDTH, initial_indent=f"{'':<14}- ", subsequent_indent=f"{'':<16}")
+    ]
 
 
 def _limits(capabilities: Capabilities, use: Use) -> list[str]:

@@ -27,11 +27,12 @@ async def connect(
 ) -> Endpoint:
     """Probe a server and return an endpoint that gets as much of the record from it as it can give.
 
-    The choice is logged at INFO, and `endpoint.capabilities` keeps what was found, for the run's config.json. Cancelled:
-    no connection stays open.
+    The choice is logged at INFO; `endpoint.capabilities` keeps what was found, for the run's config.json. Cancelled: no
+    connection stays open.
 
-    Args: model: None takes the first one that the server lists. renderer: the model's chat format; with it, and a server
-            that takes token ids, chats are rendered here (token mode `tokens`).
+    Args: model: None takes the first one that the server lists.
+        renderer: the model's chat format; with it, and a server that takes token ids, chats are rendered here (token
+            mode `tokens`).
         timeout_s: deadline of each question of the probe. The others are as of `Endpoint`.
     Raises: ConfigError, EndpointRefused, EndpointError: as `probe` does; EndpointError also when it cannot chat.
     """

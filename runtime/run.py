@@ -16,6 +16,7 @@ import msgspec
 from turngate.envs.base import Task
 from turngate.runtime.agent import AgentOrEnv
 from turngate.runtime.buffer import Buffer
+from turngate.runtime.conversation import token_mode_of
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.events import UpdateFinished, WeightsPublished
 from turngate.runtime.files import write_atomically
@@ -370,6 +371,8 @@ def _describe(
         "env": getattr(env, "__qualname__", repr(env)),
         "tasks": len(tasks),
         "endpoint": repr(runtime.endpoint),
+        "token_mode": token_mode_of(runtime.endpoint),
+        "capabilities": getattr(runtime.endpoint, "capabilities", None),
         "limits": runtime.limits,
         "sampling": runtime.sampling,
         "context": repr(runtime.context),

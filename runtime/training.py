@@ -7,6 +7,7 @@ import anyio
 
 from turngate.envs.base import Task
 from turngate.runtime.agent import AgentOrEnv, check_agent_run
+from turngate.runtime.capabilities import check_trainable
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner, check_learner
@@ -63,6 +64,7 @@ async def train(
     publisher = publisher or runtime.endpoint.publisher
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
+    check_trainable(runtime.endpoint, runtime.sampling)
     check_learner(learner, runtime.sampling, max_staleness, runtime.scorers.names)
     _check_kind("restarts", restarts, Restarts)
     _check_kind("injection", injection, Injection)

@@ -34,6 +34,8 @@ _MAX_TIMEOUTS = 3
 """After so many a server that accepts connections and says nothing is not asked again."""
 _MAX_BODY_BYTES = 4 * 1024 * 1024
 """Schemas of servers with many routes take a megabyte."""
+_PASSING = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses that say nothing about what a server can do."""
 _SHOWN_CHARS = 160
 _SECRETS = re.compile(r"\b(sk|key|hf)[-_][\w-]{8,}", re.IGNORECASE)
 
@@ -110,8 +112,8 @@ class Answer:
 
     @property
     def was_refused(self) -> bool:
-        """Whether the server understood and said no, or broke over it."""
-        return self.status >= 400
+        """Whether the server said no, or broke over it; not when it is overloaded or not there."""
+        return self.status >= 400 and self.status not in _PASSING
 
     def at(self, *path: str | int) -> Any:
         """Return what the body holds at `path`; None where it is shaped otherwise."""
