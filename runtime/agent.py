@@ -122,7 +122,7 @@ async def run_agent(
     except DeadlineExceeded:
         if not deadline.expired:
             raise  # somebody else's
-        session.seal(End.timeout, f"agent must end within {limits.rollout_timeout_s:g} s: it did not ({session.id})")
+        session.seal(End.timeout, _too_slow(session))
     except (EnvError, ToolError) as error:
         session.seal_after(error)
     except BaseException as error:
@@ -151,3 +151,8 @@ def _components(rewards: object) -> Iterable[tuple[Any, Any]]:
     if rewards is None:
         return ()
     return rewards.items() if isinstance(rewards, Mapping) else [("outcome", rewards)]
+
+
+def _too_slow(session: Session) -> str:
+    limit_s = session.limits.rollout_timeout_s
+    return f"agent must end within {limit_s:g} s: it did not (session {session.id}); see Limits.rollout_timeout_s"

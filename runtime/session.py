@@ -335,8 +335,8 @@ class Session:
     ) -> Completion:
         try:
             return await self._calls.ask(chat, sampling, tools, seed, self.limits.request_timeout_s)
-        except CallDropped as error:
-            raise self._sealed("requests") from error
+        except CallDropped:
+            raise self._sealed("requests") from None
         except EndpointError as error:
             self.failed(error)
             raise
