@@ -17,6 +17,7 @@ from turngate.runtime.ledger import Ledger
 from turngate.runtime.limits import Limits
 from turngate.runtime.plot import plot_run
 from turngate.runtime.progress import show_progress
+from turngate.runtime.publishers import EnginePublisher, FolderPublisher, SGLangPublisher, VLLMPublisher
 from turngate.runtime.restarts import RestartPoint, Restarts
 from turngate.runtime.rollout import run_rollout
 from turngate.runtime.run import TrainReport
@@ -41,7 +42,7 @@ from turngate.runtime.types import (
     Turn,
     UpdateReport,
 )
-from turngate.runtime.weights import EnginePublisher, FolderPublisher, WeightPublisher
+from turngate.runtime.weights import WeightPublisher
 
 __all__ = [
     "OPENAI",
@@ -73,6 +74,7 @@ __all__ = [
     "Restarts",
     "RolloutFinished",
     "Runtime",
+    "SGLangPublisher",
     "Sampling",
     "Scorer",
     "ScorerSet",
@@ -86,6 +88,7 @@ __all__ = [
     "Turn",
     "UpdateFinished",
     "UpdateReport",
+    "VLLMPublisher",
     "WeightPublisher",
     "full",
     "last_turns",

@@ -5,13 +5,25 @@ head above all, gives itself away. Reading it needs neither torch nor safetensor
 """
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from turngate.runtime.errors import PublishError, RecordError
+from turngate.runtime.errors import EndpointError, PublishError, PublishRefused, RecordError
 
-__all__ = ["CANARY_KEY", "Canary", "canary_metadata", "read_canary", "read_metadata"]
+__all__ = [
+    "CANARY_KEY",
+    "Canary",
+    "CanaryReport",
+    "ScoresTokens",
+    "canary_metadata",
+    "check_canary",
+    "measure_canary",
+    "read_canary",
+    "read_metadata",
+]
 
 CANARY_KEY = "turngate.canary"
 """Name of the canary in the metadata of a safetensors file."""
@@ -35,6 +47,26 @@ class Canary(msgspec.Struct, frozen=True):
                 "a canary must have one log-prob for every id but the first: expected "
                 f"{max(len(self.token_ids) - 1, 1)}, got {len(self.logprobs)}"
             )
+
+
+class CanaryReport(msgspec.Struct, frozen=True):
+    """How far a server's log-probs are from a canary's, in nats."""
+
+    mean_error: float
+    max_error: float
+    logprobs: tuple[float, ...]
+    """The server's own, aligned with the canary's."""
+
+    def __str__(self) -> str:
+        return f"mean {self.mean_error:.2g}, max {self.max_error:.2g} over {len(self.logprobs)} tokens"
+
+
+class ScoresTokens(Protocol):
+    """What a canary is checked against: an `Endpoint`, or anything else that can score ids."""
+
+    async def score(self, token_ids: Sequence[int], *, timeout_s: float = ...) -> list[float]:
+        """Return the log-prob of each id given those before it, 0 for the first. Raises: EndpointError."""
+        ...
 
 
 class _Header(msgspec.Struct):
@@ -73,3 +105,69 @@ def read_canary(path: Path) -> Canary | None:
         return msgspec.json.decode(text, type=Canary)
     except (msgspec.MsgspecError, RecordError) as error:
         raise PublishError(f"the canary of the weights must be readable: {error} ({path})") from error
+
+
+async def measure_canary(endpoint: ScoresTokens, canary: Canary, *, timeout_s: float = 60.0) -> CanaryReport:
+    """Have a server score the canary: one request. Raises: PublishError: it did not."""
+    try:
+        logprobs = (await endpoint.score(canary.token_ids, timeout_s=timeout_s))[1:]
+    except EndpointError as error:
+        raise PublishError(
+            f"the server must score the canary of the weights: {error}; it takes echo with log-probs that are "
+            "log-probs (vLLM: --logprobs-mode processed_logprobs); canary_tolerance=math.inf leaves the check out"
+        ) from error
+    return _compare(logprobs, canary.logprobs)
+
+
+async def check_canary(
+    endpoint: ScoresTokens,
+    canary: Canary,
+    tolerance: float,
+    *,
+    previous: Canary | None = None,
+    is_tied: bool = False,
+    timeout_s: float = 60.0,
+) -> CanaryReport:
+    """Require that a server answers like the weights that the canary came with.
+
+    Args: tolerance: largest mean difference of log-probs, in nats. previous, is_tied: the canary of the weights before,
+        and whether the model's head is its embedding: they only help to name the cause.
+    Raises: PublishRefused: it does not; the message names the likely cause. PublishError: it could not be asked.
+    """
+    report = await measure_canary(endpoint, canary, timeout_s=timeout_s)
+    if report.mean_error <= tolerance:
+        return report
+    raise PublishRefused(
+        f"the server must answer like the weights it was given: expected log-probs within {tolerance:.2g} of the "
+        f"learner's on average, got {report}; {_likely_cause(report, canary, previous, is_tied)}"
+    )
+
+
+def _compare(logprobs: Sequence[float], expected: Sequence[float]) -> CanaryReport:
+    errors = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
+    return CanaryReport(sum(errors) / len(errors), max(errors), tuple(logprobs))
+
+
+_PRECISION_ERROR = 0.3
+"""Nats. Two precisions of the same weights differ by less, on average: bfloat16 against float32 by 0.01 to 0.05."""
+
+
+def _likely_cause(report: CanaryReport, canary: Canary, previous: Canary | None, is_tied: bool) -> str:
+    if is_tied:
+        return (
+            "the model ties its head to its embedding (tie_word_embeddings), and servers have kept the old head "
+            "through an update (vLLM on CPU does): start server and learner from an untied copy (load it in "
+            "transformers, copy the embedding into lm_head, set tie_word_embeddings=False, save), or train adapters"
+        )
+    if previous is not None and previous.token_ids == canary.token_ids:
+        before = _compare(report.logprobs, previous.logprobs)
+        if before.mean_error < report.mean_error / 2:
+            return f"it still answers like the weights before ({before}): the update had no effect"
+    if report.mean_error < _PRECISION_ERROR:
+        return (
+            f"the difference is small: server and learner ({canary.dtype}) may compute in different precisions (vLLM: "
+            "--dtype float32), or raise canary_tolerance"
+        )
+    return (
+        "it serves another model or other weights, or log-probs that are not of temperature 1 over the whole vocabulary"
+    )

@@ -18,7 +18,7 @@ from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.engine.process import EngineProcess
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.errors import ConfigError, EndpointError
-from turngate.runtime.weights import EnginePublisher
+from turngate.runtime.publishers.engine import EnginePublisher
 
 if TYPE_CHECKING:
     from turngate.runtime.endpoint import Endpoint

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from turngate.runtime.errors import ConfigError, PublishError
-from turngate.runtime.weights import EnginePublisher, FolderPublisher
+from turngate.runtime.publishers import EnginePublisher, FolderPublisher
 
 
 async def _served(version: int) -> None:

@@ -12,7 +12,7 @@ from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.engine.server import EngineServer
 from turngate.runtime.errors import PublishError
-from turngate.runtime.weights import EnginePublisher
+from turngate.runtime.publishers import EnginePublisher
 
 
 @pytest.fixture

@@ -1,0 +1,166 @@
+"""Publishing to an SGLang server. Written from its documentation; no SGLang has run against it here."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import msgspec
+
+from turngate.runtime.errors import EndpointError, PublishError, PublishRefused
+from turngate.runtime.publishers.admin import Admin, AdminError
+from turngate.runtime.publishers.checked import CheckedPublisher
+from turngate.runtime.publishers.folders import VersionFolders, check_tensors, is_tied, model_folder
+from turngate.runtime.weights import InFlight, check_in_flight
+
+__all__ = ["SGLangPublisher"]
+
+_CLEAN_UP_S = 60.0
+"""For making the server serve again after a failure or a cancellation."""
+
+
+class _Updated(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class _ModelInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _Meta
+
+
+class SGLangPublisher(CheckedPublisher):
+    """Publishes to an SGLang server: POST /update_weights_from_disk with a folder per version.
+
+    Server and publisher must share a file system. Its cache of prefixes is flushed with every update.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        base_model: Path | str,
+        in_flight: InFlight = "continues",
+        api_key: str | None = None,
+        folder: Path | str | None = None,
+        timeout_s: float = 300.0,
+        attempts: int = 4,
+        retry_delay_s: float = 0.5,
+        canary_tolerance: float | Literal["auto"] = "auto",
+    ) -> None:
+        """Prepare to publish to the server at `url`.
+
+        Args: base_model: the folder that the server was started with. in_flight: what becomes of requests under way.
+            `continues`: they are retracted, and go on with what they have, computed anew by the new weights;
+            `pauses`: they finish first; `restarts`: they are aborted. folder: where the versions are laid out, on the
+            server's file system; None: `served` beside the weights.
+            The other settings are explained at CheckedPublisher.
+        Raises: ConfigError: a setting cannot work, or `base_model` is no model folder.
+        """
+        check_in_flight(in_flight, ("continues", "pauses", "restarts"))
+        base = Path(base_model).absolute()
+        folders = VersionFolders(Path(folder).absolute() if folder is not None else None)
+        super().__init__(
+            _SGLangControl(Admin(url, api_key=api_key), base, folders, in_flight),
+            timeout_s=timeout_s,
+            attempts=attempts,
+            retry_delay_s=retry_delay_s,
+            canary_tolerance=canary_tolerance,
+            is_tied=is_tied(base),
+        )
+
+
+class _SGLangControl:
+    """The control routes of an SGLang server."""
+
+    # Changed by serve(), keep() and undo(): _serving, _before.
+
+    model: str | None = None
+
+    def __init__(self, admin: Admin, base_model: Path, folders: VersionFolders, in_flight: InFlight) -> None:
+        self.in_flight: InFlight = in_flight
+        self._admin = admin
+        self._base_model = base_model
+        self._folders = folders
+        self._serving = self._before = base_model
+
+    def __repr__(self) -> str:
+        return f"{self._admin.url}, SGLang"
+
+    async def serve(self, path: Path, policy_version: int) -> None:
+        await asyncio.to_thread(check_tensors, path, self._base_model)
+        folder = await asyncio.to_thread(self._folders.add, path, policy_version, model_folder(self._base_model, path))
+        await self._switch(folder, str(policy_version))
+        self._before, self._serving = self._serving, folder
+
+    async def keep(self) -> None:
+        await asyncio.to_thread(self._folders.keep_only, (self._serving, self._before))
+
+    async def undo(self) -> str:
+        try:
+            await self._switch(self._before, "undone")
+        except PublishError as error:
+            return f"the weights before could not be put back, and what serves is not known: {error}"
+        self._serving = self._before
+        return f"the weights before serve again ({self._before})"
+
+    async def served_version(self) -> int:
+        told = await self._admin.get("/get_model_info")
+        version = self._admin.decode(told, _ModelInfo, "/get_model_info").weight_version or ""
+        return int(version) if version.isdecimal() else 0
+
+    async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        async with asyncio.timeout(timeout_s):
+            told = await self._admin.post("/generate", body)
+        found = self._admin.decode(told, _Scored, "/generate").meta_info.input_token_logprobs
+        logprobs = [logprob for logprob, _, _ in found]
+        if len(logprobs) != len(token_ids):
+            raise EndpointError(f"input_token_logprobs must cover the prompt: got {len(logprobs)} of {len(token_ids)}")
+        return [logprob or 0.0 for logprob in logprobs]  # the first has no context, and is null
+
+    async def _switch(self, folder: Path, label: str) -> None:
+        """Load a folder. To keep requests alive they are retracted first, as only then may the cache be flushed."""
+        if self.in_flight != "continues":
+            # The server itself lets requests finish, and holds new ones back, unless told to abort them.
+            return await self._update(folder, label)
+        try:
+            await self._admin.post("/pause_generation", {"mode": "retract"})
+            await self._update(folder, label)
+        finally:
+            # Although cancelled: a server that stays paused would hold every request for ever.
+            with anyio.move_on_after(_CLEAN_UP_S, shield=True):
+                await self._admin.post("/continue_generation", {})
+
+    async def _update(self, folder: Path, label: str) -> None:
+        body = {
+            "model_path": str(folder),
+            "abort_all_requests": self.in_flight == "restarts",
+            "weight_version": label,
+            "flush_cache": True,
+        }
+        try:
+            told = await self._admin.post("/update_weights_from_disk", body)
+        except AdminError as error:
+            state = (
+                "the server puts its old weights back when loading fails"
+                if error.status
+                else "what serves is not known"
+            )
+            raise type(error)(f"{error}; {state}", status=error.status) from error
+        updated = self._admin.decode(told, _Updated, "/update_weights_from_disk")
+        if not updated.success:
+            raise PublishRefused(f"the server must load {folder}: got {updated.message!r}")

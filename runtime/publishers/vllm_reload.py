@@ -1,0 +1,167 @@
+"""vLLM's routes for reloading full weights in place, as its development mode offers them."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
+from turngate.runtime.publishers.admin import Admin, AdminError
+from turngate.runtime.publishers.folders import VersionFolders, check_tensors, model_folder
+from turngate.runtime.publishers.scoring import score_by_echo
+from turngate.runtime.weights import InFlight
+
+__all__ = ["VLLMReload"]
+
+_PAUSE_MODES: dict[InFlight, str] = {"continues": "keep", "pauses": "wait", "restarts": "abort"}
+_CLEAN_UP_S = 60.0
+"""For making the server serve again after a failure or a cancellation."""
+
+
+class _Reset(msgspec.Struct):
+    success: bool
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class VLLMReload:
+    """Pauses a vLLM server, has it load a folder, drops what the old weights computed, and lets it go on.
+
+    The order is what makes it exact: nothing runs between the first step and the last, so no key or value of the old
+    weights can be reused by a request under the new ones. Frozen requests have theirs computed anew.
+    """
+
+    # Changed by serve(), keep() and undo(): _serving, _before, _is_broken.
+
+    def __init__(
+        self, admin: Admin, base_model: Path, folders: VersionFolders, *, in_flight: InFlight, model: str | None
+    ) -> None:
+        """Prepare; the server is taken to serve `base_model` until something else was published."""
+        if _PAUSE_MODES.get(in_flight) is None:
+            raise ConfigError(f"in_flight must be one of {', '.join(_PAUSE_MODES)}: got {in_flight!r}")
+        self.in_flight: InFlight = in_flight
+        self.model: str | None = None
+        self._admin = admin
+        self._base_model = base_model
+        self._folders = folders
+        self._served_name = model
+        self._serving = self._before = base_model
+        self._is_broken = False
+
+    def __repr__(self) -> str:
+        return f"{self._admin.url}, vLLM reload"
+
+    async def serve(self, path: Path, policy_version: int) -> None:
+        """Load `path` in one pause.
+
+        Cancelled: the server goes on, with the old weights or the new. Raises: PublishError, which says what serves.
+        """
+        await asyncio.to_thread(check_tensors, path, self._base_model)
+        folder = await asyncio.to_thread(self._folders.add, path, policy_version, model_folder(self._base_model, path))
+        await self._switch(folder, str(policy_version))
+        self._before, self._serving = self._serving, folder
+
+    async def keep(self) -> None:
+        """Forget all folders but what serves and what it replaced."""
+        await asyncio.to_thread(self._folders.keep_only, (self._serving, self._before))
+
+    async def undo(self) -> str:
+        """Load the weights before once more."""
+        try:
+            await self._switch(self._before, "undone")
+        except PublishError as error:
+            return f"the weights before could not be put back, and what serves is not known: {error}"
+        self._serving = self._before
+        return f"the weights before serve again ({self._before})"
+
+    async def served_version(self) -> int:
+        """Return the version that was set by the last publication since the server started, 0 when there was none."""
+        try:
+            told = await self._admin.get("/weight_info")
+        except AdminError as error:
+            if error.status == 404:  # an older vLLM, or not in development mode: publishing will tell
+                return 0
+            raise
+        version = self._admin.decode(told, _WeightInfo, "/weight_info").weight_version or ""
+        return int(version) if version.isdecimal() else 0
+
+    async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
+        """Return log-probs under what serves now."""
+        return await score_by_echo(self._admin, self._served_name, token_ids, timeout_s)
+
+    async def _switch(self, folder: Path, label: str) -> None:
+        loaded = False
+        try:
+            await self._pause()
+            await self._load(folder)
+            loaded = True
+            await self._forget()
+            await self._label(label)
+            await self._admin.post("/resume")
+        except BaseException as error:
+            # A cancellation too: a server that stays paused would hold every request for ever.
+            with anyio.move_on_after(_CLEAN_UP_S, shield=True) as scope:
+                state = await self._clean_up(error, loaded)
+            if scope.cancelled_caught:
+                state = "what the server serves is not known, and it may be paused: POST /resume"
+            if isinstance(error, PublishError):
+                raise type(error)(f"{error}; {state}") from error
+            raise
+
+    async def _clean_up(self, error: BaseException, loaded: bool) -> str:
+        """Make the server serve something known, and return what, as the end of an error message."""
+        try:
+            if isinstance(error, AdminError) and error.status and not loaded and self._is_loading:
+                # It answered that it could not: some layers may have their new weights by now, some not.
+                await self._load(self._serving)
+            await self._forget()
+            await self._admin.post("/resume")
+        except PublishError as failure:
+            return f"what the server serves is not known, and it may be paused: {failure}; restart it"
+        if loaded or not isinstance(error, AdminError):
+            return "the new weights may be serving under the old version's name"
+        return f"the old weights serve ({self._serving})"
+
+    async def _pause(self) -> None:
+        self._is_loading = False
+        try:
+            await self._admin.post("/pause", params={"mode": _PAUSE_MODES[self.in_flight], "clear_cache": "false"})
+        except AdminError as error:
+            raise _explain(error) from error
+
+    async def _load(self, folder: Path) -> None:
+        self._is_loading = True
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._admin.post("/collective_rpc", body)
+        self._is_loading = False
+
+    async def _forget(self) -> None:
+        """Drop every cached key and value; running requests compute theirs anew when they go on."""
+        running = "true" if self.in_flight == "continues" else "false"
+        told = await self._admin.post(
+            "/reset_prefix_cache", params={"reset_running_requests": running, "reset_external": "true"}
+        )
+        if not told:
+            return  # before 0.12 it said nothing, and raised when it failed
+        if not self._admin.decode(told, _Reset, "/reset_prefix_cache").success:
+            raise AdminError(
+                "the prefix cache must be empty after an update: the server kept it, and would answer from keys and "
+                "values of the old weights"
+            )
+
+    async def _label(self, label: str) -> None:
+        try:
+            await self._admin.post("/update_weight_version", {"new_version": label})
+        except AdminError as error:
+            if error.status != 404:  # older versions have no such route, and need none
+                raise
+
+
+def _explain(error: AdminError) -> PublishError:
+    if error.status == 404:
+        return PublishRefused(f"{error}; start vLLM with VLLM_SERVER_DEV_MODE=1, or with LoRA use mode='lora'")
+    return error
