@@ -45,13 +45,14 @@ class Recorder:
         if missing := what_is_missing(completion):
             self.refuse_training(f"{missing} (turn {turn})")
             return *self.position(), 0
-        segments = len(self._segments)
-        place = self._append(completion, turn)
-        self.drifts += goes_on and 0 < segments < len(self._segments)
-        return place
+        at = self._last
+        if at != NO_SEGMENT and not self._segments[at].extend(completion.prompt_token_ids):
+            at = NO_SEGMENT
+            self.drifts += goes_on
+        return self._put(completion, turn, at)
 
-    def _append(self, completion: Completion, turn: int) -> tuple[int, int, int]:
-        at = self._extend(completion.prompt_token_ids)
+    def _put(self, completion: Completion, turn: int, at: int) -> tuple[int, int, int]:
+        """Append what was sampled to segment `at`, which ends in its prompt; to a new one for NO_SEGMENT."""
         if at == NO_SEGMENT:
             at = len(self._segments)
             self._segments.append(OpenSegment.begun_with(completion.prompt_token_ids))
@@ -62,11 +63,6 @@ class Recorder:
         length = len(completion.token_ids)
         self.policy_tokens += length
         return at, start, length
-
-    def _extend(self, prompt: Sequence[int]) -> int:
-        """Extend the segment that `prompt` goes on from and return its index; NO_SEGMENT when there is none."""
-        at = self._last
-        return at if at != NO_SEGMENT and self._segments[at].extend(prompt) else NO_SEGMENT
 
     def refuse_training(self, why: str) -> None:
         """Make the record one that cannot be trained on; the first reason stays."""

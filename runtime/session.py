@@ -286,7 +286,7 @@ class Session:
                 self._keep_last_context(completion)
                 is_whole = False
                 continue
-            placed = self._recorder.place(completion, len(self._turns), messages)
+            placed = self._recorder.place(completion, len(self._turns), messages, role)
             if placed.answers >= 0:
                 self._finish(self._turns.answer(placed.answers, said_last(messages), now_s - model_s))
             self._turns.add(completion, placed, role=role, model_s=model_s, now_s=now_s)

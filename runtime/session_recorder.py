@@ -27,11 +27,12 @@ class Placed(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """The end of one chat: what was shown last, what the model said to it, and in which turn."""
+    """The end of one chat: what was shown last, what the model said to it, in which turn and to which agent."""
 
     messages: Sequence[Message]
     said: Message
     turn: int
+    role: str
 
     def goes_on_in(self, messages: Sequence[Message]) -> bool:
         """Whether `messages` are this chat and at least one message more."""
@@ -55,9 +56,11 @@ class SessionRecorder(Recorder):
         self._newest: _Branch | None = None
         self._unplaced = 0
 
-    def place(self, completion: Completion, turn: int, messages: Sequence[Message]) -> Placed:
-        """Record a turn and return where it stands. `messages` are what was asked with; they must not change any more.
+    def place(self, completion: Completion, turn: int, messages: Sequence[Message], role: str = "") -> Placed:
+        """Record a turn and return where it stands.
 
+        Args: messages: what was asked with; they must not change any more. role: who asked; decides between segments
+            that are the same to the last id.
         Raises: MalformedReply: its prompt holds what is no token id; nothing was recorded.
         """
         if missing := what_is_missing(completion):
@@ -66,17 +69,17 @@ class SessionRecorder(Recorder):
             key, place = -self._unplaced, (*self.position(), 0)
             came_from = self._chat_before(messages)
         else:
-            segments = len(self._segments)
-            place = self._append(completion, turn)
+            came_from = self._longest_prefix(completion.prompt_token_ids, role)
+            if came_from != NO_SEGMENT:
+                self._segments[came_from].extend(completion.prompt_token_ids)
+            place = self._put(completion, turn, came_from)
             key = place[0]
-            if len(self._segments) == segments:
-                came_from = key
-            else:
+            if came_from == NO_SEGMENT:
                 came_from = self._chat_before(messages)
                 self.drifts += came_from is not None
         earlier = self._branches.pop(came_from, None) if came_from is not None else None
         said = Message("assistant", completion.text, completion.tool_calls)
-        self._newest = self._branches[key] = _Branch(messages, said, turn)
+        self._newest = self._branches[key] = _Branch(messages, said, turn, role)
         return Placed(*place, earlier.turn if earlier is not None else NO_TURN)
 
     def messages(self) -> tuple[Message, ...]:
@@ -91,29 +94,27 @@ class SessionRecorder(Recorder):
                 return key
         return None
 
-    def _extend(self, prompt: Sequence[int]) -> int:
-        at = self._longest_prefix(prompt)
-        if at != NO_SEGMENT:
-            self._segments[at].extend(prompt)
-        return at
-
-    def _longest_prefix(self, prompt: Sequence[int]) -> int:
-        """Return the index of the longest segment that `prompt` starts with."""
+    def _longest_prefix(self, prompt: Sequence[int], role: str) -> int:
+        """Return the index of the longest segment that `prompt` starts with; NO_SEGMENT when there is none."""
         if type(prompt) is JsonIds:
-            found = self._longest(lambda segment: segment.starts_text(prompt))
+            found = self._longest(lambda segment: segment.starts_text(prompt), role)
             if found != NO_SEGMENT:
                 return found
             # Parsed to the last id: it begins a segment, unless it extends one that was written in another form.
         ids = int32_ids(prompt)
-        return self._longest(lambda segment: ids.startswith(segment.token_ids))
+        return self._longest(lambda segment: ids.startswith(segment.token_ids), role)
 
-    def _longest(self, is_prefix: Callable[[OpenSegment], bool]) -> int:
-        # The last one first, because it nearly always is it; then only longer ones are looked at.
-        best, length = NO_SEGMENT, -1
+    def _longest(self, is_prefix: Callable[[OpenSegment], bool], role: str) -> int:
+        # The last one first, because it nearly always is it; then only those are looked at that would be preferred.
         segments = self._segments
+        best, rank = NO_SEGMENT, (-1, False)
         if self._last != NO_SEGMENT and is_prefix(segments[self._last]):
-            best, length = self._last, len(segments[self._last])
-        for at, segment in enumerate(segments):
-            if len(segment) > length and is_prefix(segment):
-                best, length = at, len(segment)
+            best, rank = self._last, self._rank(self._last, role)
+        for at in range(len(segments)):
+            if at != best and (this := self._rank(at, role)) > rank and is_prefix(segments[at]):
+                best, rank = at, this
         return best
+
+    def _rank(self, at: int, role: str) -> tuple[int, bool]:
+        branch = self._branches.get(at)
+        return len(self._segments[at]), branch is not None and branch.role == role

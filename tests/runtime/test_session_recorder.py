@@ -107,6 +107,15 @@ def test_any_choice_of_a_reply_can_be_gone_on_with():
     assert recorder.drifts == 0
 
 
+def test_of_segments_that_are_the_same_each_agent_goes_on_with_its_own():
+    recorder = SessionRecorder()
+    for turn, role in enumerate(["solver", "adviser", "judge"]):
+        recorder.place(completion([1, 2], [3]), turn, chat("a"), role)
+    for turn, role in [(3, "adviser"), (4, "solver"), (5, "judge")]:
+        place = recorder.place(completion([1, 2, 3, 4], [5]), turn, chat("a", "said", "more"), role)
+        assert place.segment == place.answers == {"solver": 0, "adviser": 1, "judge": 2}[role]
+
+
 def test_a_chat_that_is_tokenised_otherwise_the_second_time_is_a_drift_that_still_answers_its_turn():
     recorder = SessionRecorder()
     recorder.place(completion([1, 2], [3]), 0, chat("a"))
