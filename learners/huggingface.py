@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 
 from turngate.learners.causal_lm import CausalLM, Sizes, WithoutAdapters, check_head
 from turngate.learners.lora import LoRA, attach, write_merged
@@ -137,7 +138,7 @@ def _read(spec: HuggingFaceModel, folder: Path, dtype: torch.dtype | str) -> Any
             lm, found = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True, **options
             )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         kind = ConfigError if folder == spec.path else LearnerError
         raise kind(f"model folder must hold a causal LM that transformers can load: {error} ({folder})") from error
     if missing := sorted(map(str, found["missing_keys"])):

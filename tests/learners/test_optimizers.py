@@ -2,11 +2,14 @@
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.learners.tiny_transformers import make_folder
+from turngate.learners import HuggingFaceModel, LoRA
 from turngate.learners.optimizers import Muon, MuonAdamW, Schedule, orthogonalise, split_parameters
 from turngate.runtime.engine.model import ModelConfig, PolicyModel
 from turngate.runtime.errors import ConfigError, LearnerError
@@ -85,6 +88,38 @@ def test_embeddings_norms_and_heads_go_to_adamw() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)].split(".")[-2] for p in matrices} == {"q", "k", "v", "out", "up", "down"}
     assert {names[id(p)] for p in others} == {"embed.weight", "layers.0.smear", "value_head.weight"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_other_libraries_models_only_matrices_of_layers_go_to_muon(tmp_path: Path, kind: str, tied: bool) -> None:
+    folder = make_folder(tmp_path / "model", kind, tie_word_embeddings=tied)
+    model = HuggingFaceModel(folder).load(None, value_head=True)
+    matrices, others = split_parameters(model)
+    names = {id(parameter): name.removeprefix("network.") for name, parameter in model.named_parameters()}
+    hidden = {"llama": 2 * 7, "gpt2": 2 * 4, "qwen3_moe": 2 * 4}[kind]  # stacked experts are three-dimensional
+    assert len(matrices) == hidden
+    assert all(".layers." in names[id(p)] or ".h." in names[id(p)] for p in matrices)
+    assert not any("norm" in names[id(p)] or "gate.weight" in names[id(p)] for p in matrices)
+    assert "value_head.weight" in {names[id(p)] for p in others}
+    assert len(matrices) + len(others) == len(list(model.parameters()))
+
+
+def test_adapters_go_to_adamw_and_what_they_lie_on_to_neither(tmp_path: Path) -> None:
+    model = HuggingFaceModel(make_folder(tmp_path / "model"), lora=LoRA(rank=2)).load(None)
+    matrices, others = split_parameters(model)
+    assert not matrices
+    assert {id(p) for p in others} == {id(p) for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_without_a_rate_for_muon_everything_is_adamws() -> None:
+    model, other = net(), net()
+    one = MuonAdamW(model, muon_lr=None, adamw_lr=0.01)
+    plain = torch.optim.AdamW(other.parameters(), 0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for trained, optimizer in ((model, one), (other, plain)):
+        trained(torch.tensor([1, 2])).square().sum().backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_resuming_from_a_state_dict_is_exact() -> None:

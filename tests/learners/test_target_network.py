@@ -93,3 +93,20 @@ def test_another_module_is_refused_by_name() -> None:
 def test_tau_must_be_a_share(tau: float) -> None:
     with pytest.raises(ConfigError, match="tau must be above 0"):
         TargetNetwork(Toy(0.0), tau=tau)
+
+
+def test_frozen_parameters_are_shared_and_never_saved() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False).requires_grad_(False), nn.Linear(2, 2, bias=False))
+    target = TargetNetwork(module, tau=0.5)
+    assert target.module[0].weight is module[0].weight
+    assert target.module[1].weight is not module[1].weight
+    frozen = module[0].weight.clone()
+    with torch.no_grad():
+        module[1].weight.zero_()
+    target.update(module, 1)
+    assert torch.equal(module[0].weight, frozen)
+    state = target.state_dict()
+    assert list(state["module"]) == ["1.weight"]
+    again = TargetNetwork(module, tau=0.5)
+    again.load_state_dict(state)
+    assert torch.equal(again.module[1].weight, target.module[1].weight)
