@@ -12,7 +12,7 @@ from turngate.runtime.json_ids import DECODE_ERRORS
 from turngate.runtime.opening import opening_messages
 from turngate.runtime.types import Trajectory, Turn
 
-__all__ = ["read_trajectories", "render_transcript", "write_trajectories"]
+__all__ = ["read_trajectories", "render_transcript", "trajectory_json", "write_trajectories"]
 
 
 def _plain(value: Any) -> Any:
@@ -48,12 +48,13 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
     count = 0
     with path.open("wb") as file:
         for trajectory in trajectories:
-            file.write(_line(trajectory) + b"\n")
+            file.write(trajectory_json(trajectory) + b"\n")
             count += 1
     return count
 
 
-def _line(trajectory: Trajectory) -> bytes:
+def trajectory_json(trajectory: Trajectory) -> bytes:
+    """Return a trajectory as the line that `write_trajectories` writes."""
     try:
         return _encode(trajectory)
     except (TypeError, ValueError, RecursionError, OverflowError):

@@ -69,6 +69,8 @@ def refusal_headers(error: RequestError) -> dict[str, str]:
     headers = dict(JSON_HEADERS)
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 409:
+        headers["x-should-retry"] = "false"  # OpenAI's SDKs take a conflict for something that passes
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return headers

@@ -1,0 +1,222 @@
+"""What a streamed reply adds up to: its chunks are read on their way to the agent, for the record."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from turngate.runtime.errors import MalformedReply
+from turngate.runtime.json_ids import DECODE_ERRORS, TokenId
+from turngate.runtime.types import Completion
+from turngate.runtime.wire import (
+    ChatChoice,
+    ChatLogprobs,
+    ReplyMessage,
+    TextChoice,
+    TextLogprobs,
+    WireFunction,
+    WireToolCall,
+    chat_choice_completion,
+    error_message,
+    prompt_ids,
+    text_choice_completion,
+)
+
+__all__ = ["Arrival", "CollectedChat", "CollectedText"]
+
+_MAX_INDEX = 1024
+"""Of choices and tool calls; a server that counts higher is broken."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """Versions around a request: as the client knew them when it was sent and when the reply was there."""
+
+    sent: int
+    received: int
+    newest: int | None
+
+
+class _FunctionDelta(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallDelta(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _FunctionDelta | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_CallDelta] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[TokenId] | None = None
+    policy_versions: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+
+
+class _ChatChunk(_Chunk):
+    delta: _Delta | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class _TextChunk(_Chunk):
+    text: str | None = None
+    logprobs: TextLogprobs | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    """One event of a streamed chat completion; text and calls are kept for those who translate."""
+
+    choices: list[_ChatChunk] = []
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw = msgspec.Raw()
+    error: msgspec.Raw | None = None
+
+
+class TextChunk(msgspec.Struct):
+    """One event of a streamed text completion."""
+
+    choices: list[_TextChunk] = []
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    error: msgspec.Raw | None = None
+
+
+_decode_chat = msgspec.json.Decoder(ChatChunk).decode
+_decode_text = msgspec.json.Decoder(TextChunk).decode
+
+ChoiceT = TypeVar("ChoiceT", ChatChoice, TextChoice)
+
+
+class _Collected(Generic[ChoiceT]):
+    """The choices of one reply, growing by what each chunk adds."""
+
+    # Changed by add(): both.
+
+    def __init__(self, expected: int) -> None:
+        self._expected = expected
+        self._choices: dict[int, ChoiceT] = {}
+        self._prompts: dict[int, bytes] = {}
+        """Ids of prompts as JSON, by choice; that of the reply as a whole at -1."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self._choices)} of {self._expected} choices>"
+
+    def _keep(self, choice: ChoiceT, chunk: _Chunk) -> None:
+        choice.finish_reason = chunk.finish_reason or choice.finish_reason
+        if chunk.token_ids is not None:
+            choice.token_ids = (choice.token_ids or []) + chunk.token_ids
+        if chunk.policy_versions is not None:
+            choice.policy_versions = (choice.policy_versions or []) + chunk.policy_versions
+        self._keep_prompt(chunk.index, chunk.prompt_token_ids)
+
+    def _keep_prompt(self, index: int, ids: msgspec.Raw) -> None:
+        if (text := bytes(ids)) and text != b"null":
+            self._prompts[index] = text
+
+    def finished(self) -> list[tuple[ChoiceT, Sequence[int]]]:
+        """Return the choices with their prompts. Raises MalformedReply: the stream ended before they did."""
+        whole = [index for index, choice in self._choices.items() if choice.finish_reason is not None]
+        if len(whole) < max(self._expected, len(self._choices)):
+            raise MalformedReply(
+                f"streamed reply must finish all its choices: expected {self._expected}, got {len(whole)}"
+            )
+        shared = self._prompts.get(-1, b"")
+        return [(self._choices[i], prompt_ids(self._prompts.get(i, shared))) for i in sorted(self._choices)]
+
+
+class CollectedChat(_Collected[ChatChoice]):
+    """Adds up a streamed chat completion."""
+
+    def add(self, data: bytes) -> ChatChunk:
+        """Take in the data of an event and return it decoded. Raises MalformedReply: it is none, or an error."""
+        try:
+            chunk = _decode_chat(data)
+        except DECODE_ERRORS as error:
+            raise _no_chunk(data, error) from error
+        _check(chunk.error, data)
+        self._keep_prompt(-1, chunk.prompt_token_ids)
+        for part in chunk.choices:
+            choice = self._choices.get(_index(part.index))
+            if choice is None:
+                choice = self._choices[part.index] = ChatChoice(ReplyMessage())
+            self._keep(choice, part)
+            if part.logprobs is not None and part.logprobs.content:
+                before = choice.logprobs.content if choice.logprobs is not None and choice.logprobs.content else []
+                choice.logprobs = ChatLogprobs(before + part.logprobs.content)
+            if part.delta is not None:
+                _keep_delta(choice.message, part.delta)
+        return chunk
+
+    def completions(self, arrival: Arrival) -> list[Completion]:
+        """Return the choices as the record has them. Raises MalformedReply: they are not whole, or contradictory."""
+        return [
+            chat_choice_completion(choice, prompt, arrival.sent, arrival.received, arrival.newest)
+            for choice, prompt in self.finished()
+        ]
+
+
+class CollectedText(_Collected[TextChoice]):
+    """Adds up a streamed text completion."""
+
+    def add(self, data: bytes) -> TextChunk:
+        """Take in the data of an event, as `CollectedChat.add` does."""
+        try:
+            chunk = _decode_text(data)
+        except DECODE_ERRORS as error:
+            raise _no_chunk(data, error) from error
+        _check(chunk.error, data)
+        self._keep_prompt(-1, chunk.prompt_token_ids)
+        for part in chunk.choices:
+            choice = self._choices.get(_index(part.index))
+            if choice is None:
+                choice = self._choices[part.index] = TextChoice()
+            self._keep(choice, part)
+            choice.text += part.text or ""
+            if part.logprobs is not None and part.logprobs.token_logprobs:
+                before = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+                choice.logprobs = TextLogprobs((before or []) + part.logprobs.token_logprobs)
+        return chunk
+
+    def completions(self, arrival: Arrival) -> list[Completion]:
+        """Return the choices as the record has them, as `CollectedChat.completions` does."""
+        return [
+            text_choice_completion(choice, prompt, arrival.sent, arrival.received, arrival.newest)
+            for choice, prompt in self.finished()
+        ]
+
+
+def _keep_delta(message: ReplyMessage, delta: _Delta) -> None:
+    if delta.content:
+        message.content = (message.content or "") + delta.content
+    for part in delta.tool_calls or ():
+        calls = message.tool_calls
+        if calls is None:
+            calls = message.tool_calls = []
+        while len(calls) <= _index(part.index):
+            calls.append(WireToolCall(WireFunction("")))
+        call = calls[part.index]
+        call.id = part.id or call.id
+        if part.function is not None:
+            call.function.name += part.function.name or ""
+            call.function.arguments += part.function.arguments or ""
+
+
+def _index(index: int) -> int:
+    if not 0 <= index < _MAX_INDEX:
+        raise MalformedReply(f"indices in a stream must be in [0, {_MAX_INDEX}): got {index}")
+    return index
+
+
+def _check(error: msgspec.Raw | None, data: bytes) -> None:
+    if error is not None and bytes(error) != b"null":
+        raise MalformedReply(f"stream must come to its end: got the error {error_message(data)!r}")
+
+
+def _no_chunk(data: bytes, error: Exception) -> MalformedReply:
+    return MalformedReply(f"events of a stream must be chunks of a completion: {error}; one starts with {data[:80]!r}")

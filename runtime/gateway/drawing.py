@@ -1,0 +1,80 @@
+"""How the next reply is drawn: what the session pins and has left goes before what the agent asks for."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.gateway.asks import ChatAsk, Fields, TextAsk
+from turngate.runtime.openai_api.refusals import RequestError
+from turngate.runtime.session import Session
+from turngate.runtime.types import Sampling
+
+__all__ = ["SHAPING", "Drawing", "drawing_for"]
+
+SHAPING = (
+    "best_of",
+    "frequency_penalty",
+    "length_penalty",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "typical_p",
+    "use_beam_search",
+)
+"""What else changes the distribution: where the session pins its sampling, the agent has no say in it."""
+_NOTHING = (b"null", b"0", b"0.0", b"{}", b"false")
+_UNIT = (b"null", b"1", b"1.0")
+_DEFAULT_MAX_TOKENS = 1024
+"""Where ids are sent, servers need a cap; an agent that names none gets this one."""
+
+
+class Drawing(NamedTuple):
+    """How a reply is to be drawn."""
+
+    sampling: Sampling
+    max_tokens: int | None
+    """Cap to send; None leaves it to the server, because neither agent nor session has one."""
+    is_pinned: bool
+    is_known: bool
+    """False when fields that we do not know the meaning of shape the distribution too."""
+    seed: int | None
+
+    @property
+    def recorded(self) -> Sampling | None:
+        """The sampling as the record is told of it; None when nobody can say."""
+        return self.sampling if self.is_known else None
+
+
+def drawing_for(fields: Fields, ask: ChatAsk | TextAsk, session: Session) -> Drawing:
+    """Return how the reply to a request is drawn. Raises: RequestError: what the agent asks for cannot be."""
+    pinned = session.sampling
+    limit = ask.limit if isinstance(ask, ChatAsk) else ask.max_tokens
+    if limit is None and pinned is not None:
+        limit = pinned.max_tokens
+    try:
+        asked = Sampling(
+            temperature=1.0 if ask.temperature is None else ask.temperature,
+            top_p=1.0 if ask.top_p is None else ask.top_p,
+            top_k=max(0, ask.top_k or 0),
+            max_tokens=max(1, limit or _DEFAULT_MAX_TOKENS),
+            stop=ask.stops or (pinned.stop if pinned is not None else ()),
+        )
+    except ConfigError as error:
+        raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
+    drawn = session.allowed_sampling(asked)
+    has_cap = limit is not None or session.limits.max_policy_tokens is not None
+    return Drawing(
+        drawn,
+        drawn.max_tokens if has_cap and limit != 0 else limit,
+        pinned is not None,
+        pinned is not None or not any(_shapes(name, fields[name]) for name in SHAPING if name in fields),
+        session.next_seed() if ask.seed is None else ask.seed,
+    )
+
+
+def _shapes(name: str, value: msgspec.Raw) -> bool:
+    neutral = _UNIT if name in ("best_of", "length_penalty", "repetition_penalty", "typical_p") else _NOTHING
+    return bytes(value) not in neutral

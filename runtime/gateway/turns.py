@@ -1,0 +1,237 @@
+"""From what an agent asks to what it gets, and to the turn in the record."""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+from turngate.runtime.conversation import token_mode_of
+from turngate.runtime.endpoint import ChatEndpoint, Endpoint
+from turngate.runtime.errors import EndpointError, MalformedReply
+from turngate.runtime.gateway.asks import ChatAsk, Fields, TextAsk, decode_chat, decode_text
+from turngate.runtime.gateway.collected import ChatChunk
+from turngate.runtime.gateway.drawing import Drawing, drawing_for
+from turngate.runtime.gateway.edits import chat_body, kept_by, strip, text_body
+from turngate.runtime.gateway.exchange import Exchange
+from turngate.runtime.gateway.guests import Guest
+from turngate.runtime.gateway.keys import role_in
+from turngate.runtime.gateway.rendered import Envelope
+from turngate.runtime.gateway.response_items import Translation
+from turngate.runtime.gateway.responses import decode_responses, output_messages
+from turngate.runtime.gateway.sources import RenderedSource, ServerSource, Source
+from turngate.runtime.gateway.sse import DONE, SSE_HEADERS, event_piece
+from turngate.runtime.gateway.upstream import refusal_of
+from turngate.runtime.openai_api.refusals import RequestError
+from turngate.runtime.retries import scrub
+from turngate.runtime.session import Session
+from turngate.runtime.types import Completion, Message
+
+__all__ = ["Work", "Works"]
+
+Work = Callable[[Exchange], Awaitable[None]]
+_log = logging.getLogger("turngate.gateway")
+
+
+class Works:
+    """Turns the body of a request into the work that answers it; one per gateway."""
+
+    def __init__(self, endpoint: ChatEndpoint, *, timeout_s: float) -> None:
+        """Args: timeout_s: for the upstream's whole answer."""
+        self.endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._id_root = secrets.token_hex(8)
+        self._ids = itertools.count()
+
+    # One method per API. They decode, and raise RequestError for what cannot be; nothing has been sent by then.
+
+    def chat(self, guest: Guest, body: bytes, role: str) -> Work:
+        """POST /v1/chat/completions."""
+        fields, ask = decode_chat(body)
+        role = role or role_in(ask.model)
+        chat = tuple(message.as_message() for message in ask.messages)
+
+        async def work(exchange: Exchange) -> None:
+            turn = self._chat_turn(guest.session, fields, ask, chat, role)
+            await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
+
+        return work
+
+    def text(self, guest: Guest, body: bytes, role: str) -> Work:
+        """POST /v1/completions. Scoring, with echo and nothing to generate, is no turn."""
+        fields, ask = decode_text(body)
+        role = role or role_in(ask.model)
+        endpoint = self.endpoint
+        if not isinstance(endpoint, Endpoint):
+            raise RequestError("text completions need a server behind the gateway", status=404, code="not_found")
+
+        async def work(exchange: Exchange) -> None:
+            drawing = drawing_for(fields, ask, guest.session)
+            sent = text_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect)
+            choices = (ask.n or 1) * _prompts(ask)
+            source = ServerSource(
+                endpoint, "/completions", sent, choices=choices, timeout_s=self._timeout_s, is_text=True
+            )
+            turn = _Turn(guest.session, source, ask, drawing, _text_messages(ask), role, endpoint.secrets)
+            await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
+
+        return work
+
+    def responses(self, guest: Guest, body: bytes, role: str) -> Work:
+        """POST /v1/responses: a chat completion under the hood."""
+        asked = decode_responses(body)
+        role = role or role_in(asked.model)
+        chat_json, history = asked.as_chat(guest.responses)
+        fields, ask = decode_chat(chat_json)
+        chat = tuple(message.as_message() for message in ask.messages)
+
+        async def work(exchange: Exchange) -> None:
+            turn = self._chat_turn(guest.session, fields, ask, chat, role)
+            translation = Translation(asked, self._next_id("resp_"), self._model())
+            exchange.failure_piece = translation.failure
+
+            def remember() -> None:
+                guest.responses.put(translation.id, [*history, *output_messages(translation.output)])
+
+            await (turn.stream_response if ask.stream else turn.respond)(exchange, translation, remember)
+
+        return work
+
+    def _chat_turn(
+        self, session: Session, fields: Fields, ask: ChatAsk, chat: tuple[Message, ...], role: str
+    ) -> "_Turn":
+        drawing = drawing_for(fields, ask, session)
+        source: Source
+        endpoint = self.endpoint
+        if isinstance(endpoint, Endpoint) and token_mode_of(endpoint) != "tokens":
+            sent = chat_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect)
+            source = ServerSource(endpoint, "/chat/completions", sent, choices=ask.n or 1, timeout_s=self._timeout_s)
+        else:
+            envelope = Envelope(self._next_id("chatcmpl-"), int(time.time()), self._model())
+            source = RenderedSource(session, fields, ask, drawing, chat, envelope, timeout_s=self._timeout_s)
+        return _Turn(session, source, ask, drawing, chat, role, secrets_of(endpoint))
+
+    def _next_id(self, prefix: str) -> str:
+        # A counter behind one random part: a random number per request would cost more than all the rest of it.
+        return f"{prefix}{self._id_root}{next(self._ids):08x}"
+
+    def _model(self) -> str:
+        return cast(str, getattr(self.endpoint, "model", "policy"))
+
+
+def secrets_of(endpoint: ChatEndpoint) -> Sequence[str]:
+    """Return what must not be shown of an endpoint; fakes have nothing to hide."""
+    return cast(Sequence[str], getattr(endpoint, "secrets", ()))
+
+
+class _Turn:
+    """One reply on its way from its source to the agent and into the record."""
+
+    def __init__(
+        self,
+        session: Session,
+        source: Source,
+        ask: ChatAsk | TextAsk,
+        drawing: Drawing,
+        messages: tuple[Message, ...],
+        role: str,
+        secrets: Sequence[str],
+    ) -> None:
+        self.session, self.source = session, source
+        self._secrets = secrets
+        self._keep, self._drawing = kept_by(ask), drawing
+        self._is_turn = not (isinstance(ask, TextAsk) and ask.is_scoring)
+        self._messages, self._role = messages, role
+        self._began_s = asyncio.get_running_loop().time()
+
+    async def answer(self, exchange: Exchange) -> None:
+        """Answer in one piece."""
+        with self._told():
+            whole = await self.source.whole()
+        exchange.finish(strip(whole.body, self._keep), self.recorder(whole.completions))
+
+    async def stream(self, exchange: Exchange) -> None:
+        """Answer as the reply comes."""
+        exchange.stream(SSE_HEADERS)
+        with self._told():
+            async for chunk in self.source.chunks():
+                exchange.write(event_piece(strip(chunk.data, self._keep)))
+            completions = self.source.completions()
+        exchange.finish(event_piece(DONE), self.recorder(completions))
+
+    async def respond(self, exchange: Exchange, translation: Translation, remember: Callable[[], None]) -> None:
+        """Answer in one piece, as the responses API does."""
+        with self._told():
+            whole = await self.source.whole()
+        reply = translation.whole(whole.body, whole.completions[0])
+        exchange.finish(reply, _both(self.recorder(whole.completions), remember))
+
+    async def stream_response(self, exchange: Exchange, translation: Translation, remember: Callable[[], None]) -> None:
+        """Answer as the reply comes, in events of the responses API."""
+        exchange.stream(SSE_HEADERS)
+        opening = translation.opening()
+        with self._told():
+            async for chunk in self.source.chunks():
+                told = translation.chunk(cast(ChatChunk, chunk.decoded))
+                if opening or told:
+                    exchange.write(opening + told)
+                    opening = b""
+            completions = self.source.completions()
+        exchange.finish(opening + translation.closing(completions[0]), _both(self.recorder(completions), remember))
+
+    @contextmanager
+    def _told(self) -> Generator[None]:
+        """Tell the session of the server's failures, and the agent what it may know of them."""
+        try:
+            yield
+        except EndpointError as error:
+            text = scrub(str(error), self._secrets)
+            self.session.failed(type(error)(text))
+            if isinstance(error, MalformedReply):
+                _log.warning("session %s got no completion: %s", self.session.id, text)
+            raise refusal_of(error) from error
+
+    def recorder(self, completions: Sequence[Completion]) -> Callable[[], None]:
+        """Return what records the turn, to be called when the reply was delivered."""
+        model_s = asyncio.get_running_loop().time() - self._began_s
+
+        def record() -> None:
+            if not self._is_turn:
+                return
+            try:
+                self.session.record(
+                    completions,
+                    role=self._role,
+                    messages=self._messages,
+                    sampling=self._drawing.recorded,
+                    model_s=model_s,
+                )
+            except MalformedReply as error:
+                # The agent has got its text, and goes on; without the ids the episode is none to train on.
+                self.session.failed(error)
+                _log.warning("a turn of session %s could not be recorded: %s", self.session.id, error)
+
+        return record
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
+def _prompts(ask: TextAsk) -> int:
+    """Return the number of prompts: a list of ids is one."""
+    prompt = ask.prompt
+    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+
+
+def _text_messages(ask: TextAsk) -> tuple[Message, ...]:
+    """Return prompts as the record has them; ids are in its segments."""
+    prompts = [ask.prompt] if isinstance(ask.prompt, str) else ask.prompt
+    return tuple(Message("user", prompt) for prompt in prompts if isinstance(prompt, str)) or (Message("user", ""),)
