@@ -86,7 +86,7 @@ class Tool:
         max_concurrent: int = MAX_CONCURRENT,
         max_chars: int = MAX_CHARS,
     ) -> "Tool":
-        """Make a tool of a function: async ones run in the loop, others in threads. Costs about a millisecond.
+        """Make a tool of a function: async ones run in the loop, others in threads. Costs about 0.1 ms: make tools once.
 
         The docstring's first part describes the tool, its section `Args:` or `Annotated[..., msgspec.Meta(
         description=...)]` the parameters, and parameters with defaults are optional.

@@ -247,7 +247,7 @@ def test_the_page_about_environments_runs(
         exec(script, vars(module))
 
     assert [capsys.readouterr().out] == shown
-    for kit in (module.TestGuess(), module.TestSavableGuess()):
+    for kit in (module.TestGuess(), module.TestSavableGuess(), module.TestLibrary()):
         for name in dir(kit):
             if name.startswith("test_"):
                 getattr(kit, name)()

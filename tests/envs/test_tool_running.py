@@ -1,6 +1,7 @@
 """Calls at once: order, deadlines, cancellation at every wait."""
 
 import asyncio
+import gc
 from functools import partial
 
 import pytest
@@ -133,6 +134,30 @@ def test_cancelled_again_while_it_stops_the_turn_ends_at_once():
         return seconds
 
     assert run_virtual(main()) == 2
+
+
+def test_what_a_call_raises_when_it_is_cancelled_is_nobodys_business():
+    async def breaks_on_the_way_out() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            raise ValueError("in its cleanup")
+
+    async def main() -> list[dict[str, object]]:
+        unseen: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unseen.append(context))
+        turn = asyncio.ensure_future(run_calls([Call(breaks_on_the_way_out, 50)], grace_s=1))
+        await asyncio.sleep(1)
+        turn.cancel()
+        await asyncio.wait({turn})
+        assert turn.cancelled()
+        (late,) = await run_calls([Call(breaks_on_the_way_out, 5)], grace_s=1)
+        assert late.timed_out
+        del turn, late
+        gc.collect()
+        return unseen
+
+    assert run_virtual(main()) == []
 
 
 async def test_nothing_to_run_is_nothing_done():

@@ -51,6 +51,20 @@ def test_a_cancelled_wait_for_a_slot_leaves_none_behind():
     assert left == [(1, 0)] * len(left)
 
 
+def test_cancelled_waits_do_not_pile_up_behind_a_tool_that_hangs():
+    async def main() -> int:
+        slots = Slots(1).here()
+        await slots.acquire()
+        waits = [asyncio.ensure_future(slots.acquire()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)
+        return len(slots._waiting)
+
+    assert run_virtual(main()) == 0
+
+
 def test_a_slot_handed_over_to_a_cancelled_wait_goes_on():
     async def main() -> int:
         slots = Slots(1).here()
