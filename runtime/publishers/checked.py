@@ -98,6 +98,7 @@ class CheckedPublisher:
         self._is_tied = is_tied
         self._agreement: float | None = None
         self._previous: Canary | None = None
+        self._turn = asyncio.Lock()  # a canary tells nothing while another publication is under way
         self.is_switching = False
         """Whether a publication is under way, and with `in_flight == "restarts"` requests go unanswered."""
 
@@ -131,12 +132,11 @@ class CheckedPublisher:
         """
         path = Path(os.path.abspath(path))  # noqa: ASYNC240 - arithmetic on strings
         what = f"policy version {policy_version} ({path})"
-        canary = await asyncio.to_thread(canary_of, path)
-        self.is_switching = True
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._turn:
+                self.is_switching = True
                 await self._serve(path, policy_version, what)
-                await self._check(canary, what)
+                await self._check(path, what)
         except TimeoutError:
             raise PublishError(
                 f"{what} must be served within {self._timeout_s} s: got no answer ({self._control!r}); check that the "
@@ -144,8 +144,6 @@ class CheckedPublisher:
             ) from None
         finally:
             self.is_switching = False
-        self._previous = canary
-        await self._control.keep()
 
     async def served_version(self) -> int:
         """Ask the server which version it serves. Raises: PublishError: it does not say."""
@@ -181,18 +179,20 @@ class CheckedPublisher:
                 failure = error
         raise PublishError(f"{what} must be accepted: {failure}, {self._attempts} attempts") from failure
 
-    async def _check(self, canary: Canary | None, what: str) -> None:
-        if canary is None or self._tolerance == math.inf:
-            return
+    async def _check(self, path: Path, what: str) -> None:
         try:
-            report = await check_canary(
-                self._control,
-                canary,
-                self.canary_tolerance,
-                previous=self._previous,
-                is_tied=self._is_tied,
-                timeout_s=self._timeout_s,
-            )
+            # Read only now: what is no weights file is for the server to refuse, in its own words.
+            canary = await asyncio.to_thread(canary_of, path)
+            if canary is not None and self._tolerance != math.inf:
+                report = await check_canary(
+                    self._control,
+                    canary,
+                    self.canary_tolerance,
+                    previous=self._previous,
+                    is_tied=self._is_tied,
+                    timeout_s=self._timeout_s,
+                )
+                self._accept(canary, report)
         except PublishError as mismatch:
             # Past the deadline if need be, and although cancelled: wrong weights must not stay because of a timer.
             with anyio.move_on_after(_UNDO_S, shield=True) as scope:
@@ -200,7 +200,7 @@ class CheckedPublisher:
             if scope.cancelled_caught:
                 state = "what the server serves now is not known"
             raise type(mismatch)(f"{what}: {mismatch}; {state}") from mismatch
-        self._accept(canary, report)
+        await self._control.keep()
 
     def _accept(self, canary: Canary, report: CanaryReport) -> None:
         self._previous = canary
@@ -217,4 +217,6 @@ def canary_of(path: Path) -> Canary | None:
         path /= "model.safetensors"
         if not path.exists():
             return None
+    elif path.exists() and not path.is_file():
+        raise PublishError(f"weights must be a regular file or a folder: got neither ({path})")  # a pipe has no end
     return read_canary(path)

@@ -139,6 +139,8 @@ def _link(source: Path, target: Path) -> None:
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
+        if not file.is_file():
+            raise ValueError("there is no such file")  # opening a pipe would wait for a writer
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
             header = msgspec.json.decode(opened.read(size), type=dict[str, msgspec.Raw])
