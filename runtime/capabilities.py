@@ -174,9 +174,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         found: list[str] = []
         if mode == "text":
             found.append(
-                "token ids must come back: the reply has none "
-                f"(return_token_ids: {self.sampled_ids.seen}); use a server that knows return_token_ids, as vLLM and "
-                "the embedded engine do"
+                f"token ids must come back: {self.sampled_ids.seen}; use a server that knows return_token_ids, as vLLM "
+                "and the embedded engine do"
             )
         logprobs = self._logprobs_of(mode)
         if not logprobs.is_yes:
@@ -204,9 +203,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         if self.weights.is_yes:
             return []
         return [
-            f"a route must take new weights: {self.weights.seen}; vLLM: set VLLM_SERVER_DEV_MODE=1 for full weights, "
-            "or start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters; anything else: "
-            "FolderPublisher, and load what it writes"
+            f"a route must take new weights: {self.weights.seen}; start vLLM with VLLM_SERVER_DEV_MODE=1 for full "
+            "weights, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters; for other software "
+            "use FolderPublisher, and load what it writes"
         ]
 
 

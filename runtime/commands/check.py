@@ -70,7 +70,7 @@ def renderer_of(arguments: argparse.Namespace) -> "Renderer | None":
     if folder is None:
         return None
     if (folder / "tokenizer_config.json").exists():
-        from turngate.runtime.hf_renderer import HuggingFaceRenderer  # late: it needs transformers
+        from turngate.runtime.huggingface_renderer import HuggingFaceRenderer  # late: it needs transformers
 
         return HuggingFaceRenderer(folder)
     from turngate.runtime.engine_renderer import EngineRenderer

@@ -146,8 +146,8 @@ class ChatProbe:
     async def _ask_seeds(self, first: Answer) -> None:
         if "seed" not in self.extras:
             return
-        again, other = await together(self._sampled(self.extras), self._sampled({**self.extras, "seed": 2}))
-        self.found["seeds"] = judge_seeds(first, again, other, _said)
+        again, *others = await together(*(self._sampled({**self.extras, "seed": seed}) for seed in (1, 2, 3)))
+        self.found["seeds"] = judge_seeds(first, again, others, _said)
 
     async def _ask_n(self) -> None:
         self.found["n"] = judge_count(await self._ask(n=2, temperature=1.0, max_tokens=4), 2)
@@ -155,7 +155,7 @@ class ChatProbe:
     async def _ask_stop(self) -> None:
         stop = _stop_in(self.greedy)
         if not stop:
-            self.found["stop"] = unknown("the greedy reply is too short to stop within")
+            self.found["stop"] = unknown("the greedy reply has nothing to stop at")
             return
         spelled = {"logprobs": True} if "logprobs" in self.extras else {}
         answer = await self._ask(temperature=0.0, max_tokens=_GREEDY_TOKENS, stop=[stop], **spelled)
@@ -216,9 +216,6 @@ def _said(answer: Answer) -> object:
 
 
 def _stop_in(text: str) -> str:
-    """Return a stop string from within a text: two characters that first occur behind its beginning."""
-    for start in range(len(text) // 2, len(text) - 2):
-        stop = text[start : start + 2]
-        if stop.strip() == stop and text.index(stop) >= 1 and stop.isprintable() and "�" not in stop:
-            return stop
-    return ""
+    """Return a stop string from within a text, two characters of its second half, or the last one of a short text."""
+    found = [text[start : start + 2] for start in range(len(text) // 2, len(text) - 2)] + [text[-1:]]
+    return next((s for s in found if s.strip() == s != "" and s.isprintable() and "\ufffd" not in s), "")

@@ -7,7 +7,6 @@ from turngate.runtime.capabilities import Finding
 from turngate.runtime.probing.asking import Answer, as_ids, as_number, as_text, at, decoded, shown
 
 __all__ = [
-    "all_alike",
     "chat_text",
     "failed",
     "judge_count",
@@ -119,23 +118,18 @@ def judge_count(answer: Answer, asked: int) -> Finding:
     return yes(told) if len(choices) == asked else no(f"{told}, without an error")
 
 
-def all_alike(values: Sequence[object]) -> bool:
-    """Return whether all values are equal."""
-    return all(value == values[0] for value in values)
-
-
-def judge_seeds(first: Answer, again: Answer, other: Answer, said: Callable[[Answer], Any]) -> Finding:
+def judge_seeds(first: Answer, again: Answer, others: Sequence[Answer], said: Callable[[Answer], Any]) -> Finding:
     """Judge equal and different seeds by what `said` reads of the replies: ids, or texts where there are none."""
-    for answer in (first, again, other):
+    for answer in (first, again, *others):
         if not answer.ok:
             return failed(answer)
     if not said(first):
         return unknown("replies are empty")
     if said(first) != said(again):
-        return no("equal seeds gave different tokens")
-    if said(first) == said(other):
+        return no("equal seeds gave different tokens, asked side by side")
+    if all(said(first) == said(other) for other in others):
         return unknown("all seeds gave the same tokens")
-    return yes("equal seeds gave equal tokens, another one others")
+    return yes("equal seeds gave equal tokens, others others")
 
 
 def judge_stop(answer: Answer, whole: str, stop: str) -> Finding:
@@ -145,10 +139,10 @@ def judge_stop(answer: Answer, whole: str, stop: str) -> Finding:
     text, expected = chat_text(answer), whole[: whole.index(stop)]
     if text == expected:
         return yes(f"text ended before {stop!r}")
-    if text == expected + stop:
-        return no(f"text ended, but holds the stop string {stop!r}")
     if text.startswith(whole):
         return no(f"text went on past {stop!r}")
+    if stop in text and whole.startswith(text):
+        return no(f"generation ended, but the text holds {stop!r} and the rest of its token")
     return unknown("greedy replies differ")
 
 

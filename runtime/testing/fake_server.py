@@ -37,7 +37,8 @@ class Traits:
     seeds: bool = True
     stream: Literal["yes", "no", "one_chunk", "no_end", "garbled"] = "yes"
     tools: Literal["parsed", "text", "silent", "refused"] = "parsed"
-    stop: bool = True
+    stop: Literal["yes", "kept", "no"] = "yes"
+    """`kept`: generation ends, and the text holds the stop string."""
     versions: bool = True
     cached_tokens: int | None = 16
     sharpness: float = 3.0
@@ -161,8 +162,8 @@ class FakeServer:
         for index, token in enumerate(tokens):
             text += _text(token.id)
             for stop in stops:
-                if stop in text and self.traits.stop:
-                    return text[: text.index(stop)], tokens[: index + 1]
+                if stop in text and self.traits.stop != "no":
+                    return text if self.traits.stop == "kept" else text[: text.index(stop)], tokens[: index + 1]
         return text, tokens
 
     # Replies.
