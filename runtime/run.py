@@ -31,7 +31,7 @@ from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection, Collector, TaskStream
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.types import Batch, UpdateReport
-from turngate.runtime.weights import WeightPublisher
+from turngate.runtime.weights import WeightPublisher, hand_over, move_endpoint
 from turngate.runtime.worker import LearnerWorker, WorkerMode, start_learner
 
 __all__ = ["Run", "TrainConfig", "TrainReport", "open_run"]
@@ -105,8 +105,7 @@ async def open_run(
             if checkpoint is not None and (saved := checkpoint / _RESTARTS).exists():
                 run.restarts.load_bytes(saved.read_bytes(), tasks)
         run.history += folder.rewind_metrics(progress.update)
-        if version > 0:
-            await run.publish(version)
+        version = await run.publish_first()
         stream = TaskStream(tasks, config.seed, position=progress.task_position, requeued=progress.requeued)
         buffer = Buffer(
             groups_per_batch=config.groups_per_batch,
@@ -262,22 +261,45 @@ class Run:
         self._unrecorded = batch, report
         return report
 
-    async def publish(self, version: int | None = None) -> None:
+    async def publish_first(self) -> int:
+        """Make sure that the server answers like the learner, and return the version that it then serves.
+
+        Version 0 is what both were started with. A server that can be asked, and answers otherwise, is given the
+        learner's weights as version 1.
+        """
+        if self._version_base == 0:
+            if (is_serving := getattr(self.publisher, "is_serving", None)) is None:
+                return 0
+            await self.worker.save_weights(path := self._weights_path(0))
+            if await is_serving(path):
+                path.unlink()
+                return 0
+            _log.warning(f"{self.publisher!r} does not answer like the learner's model: its weights become version 1")
+            self._version_base = 1
+        await self._put_into_service(self._version_base)
+        return self._version_base
+
+    async def publish(self) -> None:
         """Publish the learner's weights as the next version; the gate opens only once they serve."""
-        starting = version is not None
-        version = self.policy_version + 1 if version is None else version
-        path = self.folder.path / "weights" / f"{version:06d}.safetensors"
-        path.parent.mkdir(exist_ok=True)
+        version = self.policy_version + 1
+        await self._put_into_service(version)
+        self.update += 1
+        self.buffer.advance(version)
+
+    async def _put_into_service(self, version: int) -> None:
+        path = self._weights_path(version)
         with self.gauges.publishing():
             await self.worker.save_weights(path)
-            await self.publisher.publish(path, version)
+            await hand_over(self.publisher, path, version)
         path.unlink(missing_ok=True)
-        self.runtime.endpoint.policy_version = version
-        if not starting:
-            self.update += 1
-            self.buffer.advance(version)
+        move_endpoint(self.runtime.endpoint, self.publisher, version)
         if (hear := self.runtime.events.weights_published) is not None:
             hear(WeightsPublished(version, self.gauges.publishing_s))
+
+    def _weights_path(self, version: int) -> Path:
+        path = self.folder.path / "weights" / f"{version:06d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        return path
 
     async def record(self, batch: Batch, report: UpdateReport, *, keep: bool) -> None:
         """Write and announce the update's metrics; `keep` writes its trajectories too."""

@@ -4,12 +4,18 @@ A publisher returns when requests that start now are answered by the new weights
 the same version with the same weights again is allowed and changes nothing, so a lost reply can be retried.
 """
 
+import asyncio
+import logging
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 
-__all__ = ["InFlight", "WeightPublisher", "check_in_flight", "move_endpoint"]
+__all__ = ["RETRY_PAUSES_S", "InFlight", "WeightPublisher", "check_in_flight", "hand_over", "move_endpoint"]
+
+RETRY_PAUSES_S = (1.0, 5.0, 15.0)
+"""Before another publication: long enough, with what a publisher tries itself, for a server that is restarted."""
+_log = logging.getLogger("turngate.weights")
 
 InFlight: TypeAlias = Literal["continues", "pauses", "restarts"]
 """What becomes of requests under way while weights change.
@@ -41,6 +47,23 @@ class WeightPublisher(Protocol):
     async def served_version(self) -> int:
         """Return the newest version in service, 0 before the first publication. A run never goes below it."""
         ...
+
+
+async def hand_over(publisher: WeightPublisher, path: Path, policy_version: int) -> None:
+    """Publish, again if need be: whoever waits for it goes on with the old weights until it serves or is refused.
+
+    Raises: PublishError: as `publish` does, after all attempts.
+    """
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            await publisher.publish(path, policy_version)
+            return
+        except PublishRefused:
+            raise
+        except PublishError as error:
+            _log.warning(f"{error}; publishing again in {pause_s:g} s")
+        await asyncio.sleep(pause_s)
+    await publisher.publish(path, policy_version)
 
 
 class _Named(Protocol):

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task, ToolSpec
-from turngate.runtime.errors import ConfigError, EndpointError, LearnerError, PublishError
+from turngate.runtime.errors import ConfigError, EndpointError, LearnerError, PublishError, PublishRefused
 from turngate.runtime.limits import Limits
 from turngate.runtime.run_folder import RunFolder
 from turngate.runtime.runtime import Runtime
@@ -23,7 +23,7 @@ from turngate.runtime.scheduler import Collection
 from turngate.runtime.testing.learner import CountingLearner
 from turngate.runtime.training import train
 from turngate.runtime.types import NO_VERSION, Batch, Completion, Message, Sampling, UpdateReport
-from turngate.runtime.weights import WeightPublisher
+from turngate.runtime.weights import InFlight, WeightPublisher
 
 TASKS = [Task(f"t{n}") for n in range(7)]
 
@@ -51,6 +51,8 @@ class Walk:
 
 class Served:
     """An endpoint and its publisher in memory; replies take a moment and carry the version serving at each token."""
+
+    in_flight: InFlight = "continues"
 
     def __init__(self, *, delays: Sequence[float] = (0.0,), fail: type[Exception] | None = None) -> None:
         self.policy_version = 0
@@ -338,12 +340,70 @@ async def test_a_broken_server_stops_the_run_with_its_own_words(tmp_path: Path) 
 async def test_a_failed_publication_stops_the_run_and_keeps_the_version(tmp_path: Path) -> None:
     class Refusing(Served):
         async def publish(self, path: Path, policy_version: int) -> None:
-            raise PublishError("no")
+            raise PublishRefused("no")
 
     served = Refusing()
-    with pytest.raises(PublishError):
+    with pytest.raises(PublishRefused):
         await _train(served, tmp_path)
     assert served.policy_version == 0
+
+
+async def test_a_publication_that_fails_for_a_while_is_repeated_and_rollouts_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Restarting(Served):
+        failures = 0
+
+        async def publish(self, path: Path, policy_version: int) -> None:
+            if self.failures < 2:
+                self.failures += 1
+                assert self.policy_version == policy_version - 1  # the counter waits for the server
+                raise PublishError("restarting")
+            await super().publish(path, policy_version)
+
+    monkeypatch.setattr("turngate.runtime.weights.RETRY_PAUSES_S", (0.0, 0.0))
+    served = Restarting()
+    report = await _train(served, tmp_path)
+    assert (served.failures, served.published) == (2, list(range(1, report.updates + 1)))
+
+
+@pytest.mark.parametrize("answers_alike", [True, False])
+async def test_a_server_that_does_not_answer_like_the_learner_is_given_its_weights_first(
+    tmp_path: Path, answers_alike: bool
+) -> None:
+    class Asked(Served):
+        async def is_serving(self, path: Path) -> bool:
+            assert path.exists()
+            return answers_alike
+
+    served = Asked()
+    report = await _train(served, tmp_path)
+    first = 1 if answers_alike else 2
+    assert served.published == [*([] if answers_alike else [1]), *range(first, first + report.updates)]
+    assert report.policy_version == served.policy_version == served.published[-1]
+
+
+async def test_an_endpoint_asks_for_the_name_that_each_version_is_published_under(tmp_path: Path) -> None:
+    class Named(Served):
+        model = "base"
+
+        async def publish(self, path: Path, policy_version: int) -> None:
+            await super().publish(path, policy_version)
+            self.newest = f"policy-{policy_version}"
+
+    class Publisher:
+        in_flight = "continues"
+
+        def __init__(self, served: Named) -> None:
+            self.publish, self.served_version, self.served = served.publish, served.served_version, served
+
+        @property
+        def model(self) -> str:
+            return self.served.newest
+
+    served = Named()
+    report = await _train(served, tmp_path, publisher=Publisher(served))
+    assert served.model == f"policy-{report.policy_version}"
 
 
 async def test_untrainable_rollouts_are_refused_with_the_reason(tmp_path: Path) -> None:
