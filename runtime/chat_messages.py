@@ -11,6 +11,7 @@ __all__ = ["AnyMessage", "chat_messages"]
 
 AnyMessage: TypeAlias = Message | Mapping[str, Any]
 
+_STRUCTS: set[type] = {Message}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -19,7 +20,12 @@ def chat_messages(messages: Sequence[AnyMessage]) -> tuple[Message, ...]:
 
     Raises: EnvError: one of them is no message; it is the agent's doing.
     """
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+    if (
+        type(messages) in (list, tuple) and set(map(type, messages)) == _STRUCTS
+    ):  # at C speed: histories grow, and every turn sends all of it
+        return tuple(cast(Sequence[Message], messages))
+    given: object = messages
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or not given:
         raise EnvError(f"messages must be a list with at least one message: got {messages!r:.80} (session.chat)")
     return tuple(
         message if type(message) is Message else _message(message, f"session.chat: messages[{index}]")

@@ -222,5 +222,8 @@ _watches: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch]" = weakr
 def _watch_of(loop: asyncio.AbstractEventLoop) -> _Watch:
     watch = _watches.get(loop)
     if watch is None:
+        for known in _watches.keyrefs():  # a list, since other threads have loops too
+            if (other := known()) is not None and other.is_closed():
+                _watches.pop(other, None)  # alarms that nobody closed would keep it, and what they would call
         watch = _watches[loop] = _Watch(loop)
     return watch

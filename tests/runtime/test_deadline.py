@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from turngate.runtime.deadline import Deadline, DeadlineExceeded
+from turngate.runtime.deadline import Alarm, Deadline, DeadlineExceeded, _watch_of
 from turngate.runtime.testing import run_virtual
 
 
@@ -162,3 +162,53 @@ def test_a_finished_task_is_not_kept_alive_by_its_deadline():
             return result()
 
     assert run_virtual(main()) is None
+
+
+def test_an_alarm_rings_once_at_its_time_unless_it_is_closed_before():
+    async def main():
+        now = asyncio.get_running_loop().time
+        rung = []
+        alarms = [Alarm(now() + at, lambda at=at: rung.append((at, now()))) for at in (3, 1, 2)]
+        alarms[2].close()
+        alarms[2].close()
+        await asyncio.sleep(10)
+        for alarm in alarms:
+            alarm.close()
+        watch = _watch_of(asyncio.get_running_loop())
+        return rung, watch.opened, watch._timer, repr(alarms[2])
+
+    rung, opened, timer, closed = run_virtual(main())
+    assert rung == [(1, 1.0), (3, 3.0)]
+    assert (opened, timer, closed) == (0, None, "<Alarm at 2.000, closed>")
+
+
+def test_what_an_alarm_raises_harms_no_other_deadline():
+    async def main():
+        loop = asyncio.get_running_loop()
+        reported, rung = [], []
+        loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        alarms = [Alarm(1.0, lambda: 1 // 0), Alarm(1.0, lambda: rung.append(1)), Alarm(2.0, lambda: rung.append(2))]
+        await asyncio.sleep(5)
+        for alarm in alarms:
+            alarm.close()
+        return reported, rung
+
+    reported, rung = run_virtual(main())
+    assert (type(reported[0]), rung) == (ZeroDivisionError, [1, 2])
+
+
+def test_an_alarm_that_is_never_closed_goes_when_the_next_loop_comes():
+    class Held:
+        def ring(self):
+            pass
+
+    async def leak():
+        loop, held = asyncio.get_running_loop(), Held()
+        Alarm(loop.time() + 1000, held.ring)
+        return weakref.ref(loop), weakref.ref(held)
+
+    first = asyncio.run(leak())
+    second = asyncio.run(leak())
+    gc.collect()
+    assert [each() for each in first] == [None, None]
+    assert second[1]() is not None

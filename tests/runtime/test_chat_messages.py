@@ -1,0 +1,57 @@
+"""Messages as agents write them."""
+
+import pytest
+
+from turngate.envs.base import ToolCall
+from turngate.runtime.chat_messages import chat_messages
+from turngate.runtime.errors import EnvError
+from turngate.runtime.types import Message
+
+
+def test_structs_are_kept_as_they_are_in_a_sequence_that_does_not_change():
+    messages = [Message("system", "be brief"), Message("user", "hi")]
+    kept = chat_messages(messages)
+    messages.append(Message("user", "later"))
+    assert kept == (Message("system", "be brief"), Message("user", "hi"))
+
+
+def test_dictionaries_are_read_as_the_api_spells_them():
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert chat_messages(
+        [
+            Message("system", "be brief"),
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call, ToolCall("c2", "sub", "{}")], "refusal": None},
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            {"role": "assistant", "content": "done", "tool_calls": None},
+        ]
+    ) == (
+        Message("system", "be brief"),
+        Message("user", "ab"),
+        Message("assistant", "", (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "sub", "{}"))),
+        Message("tool", "3", (), "c1"),
+        Message("assistant", "done"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ("hi", r"messages must be a list with at least one message: got 'hi'"),
+        ({"role": "user", "content": "hi"}, "messages must be a list"),
+        ([], "messages must be a list"),
+        (None, "messages must be a list"),
+        (["hi"], r"message must be a Message or a dict: got 'hi' \(session.chat: messages\[0\]\)"),
+        ([{"content": "hi"}], "role must be one of assistant, developer, system, tool, user: got None"),
+        ([{"role": "user", "content": 3}], "content must be text or a list of text parts: got 3"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of content must have a text"),
+        ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], r"tool call must have .*messages\[0\].tool_calls\[0\]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+            "arguments as JSON text",
+        ),
+    ],
+)
+def test_what_is_no_message_is_refused_and_named(messages, why):
+    with pytest.raises(EnvError, match=why):
+        chat_messages(messages)
