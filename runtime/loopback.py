@@ -5,7 +5,7 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -16,7 +16,7 @@ _BACKLOG = 4096
 """Agents that may connect before the gateway accepts the first: a batch of episodes starts all at once."""
 _log = logging.getLogger("turngate.gateway")
 
-OpenGateway = Callable[[socket.socket], AbstractAsyncContextManager[object]]
+OpenGateway: TypeAlias = Callable[[socket.socket], AbstractAsyncContextManager[object]]
 """Serves sessions on a listening socket, within a context."""
 
 
@@ -73,7 +73,9 @@ class _Entrance:
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         self._client: AsyncOpenAI | None = None
         self._serving = self.loop.create_task(self._serve(), name=f"gateway at {self.base_url}")
-        self._serving.add_done_callback(self._close)  # not in the task: cancelled before its first step, it does nothing
+        self._serving.add_done_callback(
+            self._close
+        )  # not in the task: cancelled before its first step, it does nothing
 
     def client(self) -> "AsyncOpenAI":
         """Return the client that those of all sessions are copies of: making one costs 30 ms."""

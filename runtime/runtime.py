@@ -1,9 +1,11 @@
 """What an application holds: one endpoint, the limits, and the slots that all its rollouts share."""
 
 import asyncio
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import anyio
 
@@ -15,6 +17,7 @@ from turngate.runtime.evaluation import Evaluation, summarise_episodes
 from turngate.runtime.events import EvaluationFinished, Events
 from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
+from turngate.runtime.loopback import Loopback
 from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.rollout import run_rollout
 from turngate.runtime.scorers import Scorer, ScorerSet
@@ -56,10 +59,20 @@ class Runtime:
         self.slots = Slots(max_concurrent)
         self.events = events or Events()
         self.scorers = scorers if isinstance(scorers, ScorerSet) else ScorerSet(scorers)
-        self.sessions = SessionTable(endpoint, limits=self.limits, sampling=self.sampling, events=self.events)
+        self._loopback = Loopback(self._open_gateway, request_timeout_s=self.limits.request_timeout_s)
+        self.sessions = SessionTable(
+            endpoint, limits=self.limits, sampling=self.sampling, events=self.events, door=self._loopback
+        )
 
     def __repr__(self) -> str:
         return f"<Runtime {self.endpoint!r} {self.slots!r}>"
+
+    async def aclose(self) -> None:
+        """Close the gateway behind `session.openai` in the running event loop, if one is open.
+
+        The end of the loop does so too, if its tasks are cancelled, as `asyncio.run` does. Sessions stay open.
+        """
+        await self._loopback.aclose()
 
     def session(
         self,
@@ -192,3 +205,8 @@ class Runtime:
                 )
             )
         return evaluation
+
+    def _open_gateway(self, listener: socket.socket) -> AbstractAsyncContextManager[object]:
+        from turngate.runtime.gateway import Gateway, GatewayConfig  # late: it imports this module
+
+        return Gateway(self.sessions, GatewayConfig(request_timeout_s=self.limits.request_timeout_s), listener=listener)
