@@ -30,6 +30,7 @@ from turngate.runtime.openai_api.refusals import (
     nested_too_deep,
     refusal_headers,
 )
+from turngate.runtime.runtime import Runtime
 from turngate.runtime.session_table import SessionTable
 from turngate.runtime.transport import raise_file_limit
 
@@ -71,15 +72,17 @@ class Gateway:
 
     def __init__(
         self,
-        sessions: SessionTable | ChatEndpoint,
+        sessions: SessionTable | Runtime | ChatEndpoint,
         config: GatewayConfig | None = None,
         *,
         listener: socket.socket | None = None,
     ) -> None:
-        """Prepare to serve the sessions of a table, or of one made for this endpoint.
+        """Prepare to serve the sessions of a table, of a runtime, or of a table made for this endpoint.
 
         Args: listener: a socket that listens already, used instead of the config's address; its owner closes it.
         """
+        if isinstance(sessions, Runtime):
+            sessions = sessions.sessions
         self.sessions = sessions if isinstance(sessions, SessionTable) else SessionTable(sessions)
         self.config = config or GatewayConfig()
         self.admin_key = self.config.admin_key or secrets.token_urlsafe(24)

@@ -11,11 +11,11 @@ from turngate.runtime.transport import Reply
 from turngate.runtime.types import Completion, Message, Sampling
 from turngate.runtime.weights import WeightPublisher
 
-__all__ = ["Call", "FakeEndpoint", "FakeTransport", "fake_logprob", "fake_reply", "render_ids"]
+__all__ = ["END_ID", "Call", "FakeEndpoint", "FakeTransport", "fake_logprob", "fake_reply", "render_ids"]
 
 _ROLES = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
 """Ids of the role markers; ids below are the bytes of the text."""
-_END = 260
+END_ID = 260
 """Id that ends every message."""
 
 
@@ -30,7 +30,7 @@ def render_ids(messages: Iterable[Message], *, add_generation_prompt: bool = Tru
         ids += message.content.encode()
         for call in message.tool_calls:
             ids += f"{call.name}({call.arguments})".encode()
-        ids.append(_END)
+        ids.append(END_ID)
     if add_generation_prompt:
         ids.append(_ROLES["assistant"])
     return ids
@@ -120,7 +120,7 @@ class FakeEndpoint:
         self.closed = True
 
     def _completion(self, prompt: list[int], text: str, sampling: Sampling, sent: int) -> Completion:
-        ids = [*text.encode(), _END]
+        ids = [*text.encode(), END_ID]
         stop_reason = "stop"
         if len(ids) > sampling.max_tokens:
             ids, stop_reason = ids[: sampling.max_tokens], "length"
@@ -152,7 +152,7 @@ def _in_order(answers: "Any") -> Callable[[Sequence[Message]], Answer]:
 def fake_reply(request: Mapping[str, Any], text: str, *, policy_version: int = 0) -> dict[str, Any]:
     """Return what a good server would answer to a decoded chat request with `text`; edit it to make a bad one."""
     messages = [Message(m["role"], m["content"]) for m in request["messages"]]
-    ids = [*text.encode(), _END]
+    ids = [*text.encode(), END_ID]
     prompt = render_ids(messages)
     return {
         "id": "chatcmpl-fake",
