@@ -155,11 +155,7 @@ class _SGLangControl:
         try:
             told = await self._admin.post("/update_weights_from_disk", body)
         except AdminError as error:
-            state = (
-                "the server puts its old weights back when loading fails"
-                if error.status
-                else "what serves is not known"
-            )
+            state = "by its documentation the old weights are put back" if error.status else "what serves is not known"
             raise type(error)(f"{error}; {state}", status=error.status) from error
         updated = self._admin.decode(told, _Updated, "/update_weights_from_disk")
         if not updated.success:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from turngate.runtime.errors import ConfigError, PublishError
+from tests.runtime.publishers.conftest import canary, write_weights
+from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.publishers import FolderPublisher
 
 
@@ -108,3 +109,35 @@ async def test_failed_copy_leaves_the_old_version_and_no_litter(tmp_path, weight
 async def test_missing_weights_are_a_publish_error(tmp_path):
     with pytest.raises(PublishError, match="must be copied"):
         await FolderPublisher(tmp_path / "policies", wait_until_served=_served).publish(tmp_path / "nothing", 1)
+
+
+async def test_each_version_can_be_a_whole_model_folder(tmp_path, base_model):
+    new = write_weights(tmp_path / "new.safetensors", 1)
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served, keep=1, base_model=base_model)
+    for version in (1, 2, 2):
+        await folder.publish(new, version)
+    latest = folder.latest()
+    assert latest == (tmp_path / "policies" / "policy-00000002", 2)
+    assert {file.name for file in latest[0].iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert (latest[0] / "model.safetensors").read_bytes() == new.read_bytes()
+    assert {file.name for file in (tmp_path / "policies").iterdir()} == {"latest.json", "policy-00000002"}
+
+
+class Scoring:
+    """A server that answers like one version."""
+
+    def __init__(self, version):
+        self.version = version
+
+    async def score(self, token_ids, *, timeout_s=60.0):
+        return [0.0, *canary(self.version).logprobs]
+
+
+async def test_an_endpoint_shows_whether_the_server_took_the_weights(tmp_path):
+    new = write_weights(tmp_path / "new.safetensors", 1)
+    endpoint = Scoring(1)
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served, endpoint=endpoint)
+    await folder.publish(new, 1)
+    endpoint.version = 0
+    with pytest.raises(PublishRefused, match=r"must answer like the weights.*what is served is not known"):
+        await folder.publish(new, 2)
