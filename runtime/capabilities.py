@@ -11,7 +11,7 @@ from turngate.runtime.types import Sampling
 if TYPE_CHECKING:
     from turngate.runtime.rendering import Renderer
 
-__all__ = ["USES", "Capabilities", "Finding", "Use", "Verdict", "check_trainable"]
+__all__ = ["PROCESSED_HINT", "USES", "Capabilities", "Finding", "Use", "Verdict", "check_trainable"]
 
 Verdict: TypeAlias = Literal["yes", "no", "unknown"]
 Use: TypeAlias = Literal["evaluate", "record", "train", "guide", "publish"]
@@ -24,7 +24,8 @@ USES: dict[Use, str] = {
 }
 """What Turngate does with servers."""
 
-_PROCESSED_HINT = "vLLM: start it with --logprobs-mode processed_logprobs"
+PROCESSED_HINT = "vLLM: start it with --logprobs-mode processed_logprobs"
+"""What makes log-probs follow the sampling."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -187,13 +188,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         if (sampling is None or sampling.temperature not in (0.0, 1.0)) and not self.follows_temperature.is_yes:
             found.append(
                 f"log-probs must follow the temperature, or it must stay 1: {self.follows_temperature.seen}; "
-                f"{_PROCESSED_HINT}, or sample at temperature 1"
+                f"{PROCESSED_HINT}, or sample at temperature 1"
             )
         truncates = sampling is None or sampling.top_p < 1 or sampling.top_k > 0
         if truncates and not self.follows_truncation.is_yes:
             found.append(
                 f"log-probs must follow top_p and top_k, or neither be used: {self.follows_truncation.seen}; "
-                f"{_PROCESSED_HINT}, or sample with top_p=1 and top_k=0"
+                f"{PROCESSED_HINT}, or sample with top_p=1 and top_k=0"
             )
         if not self.top_k.is_yes and (sampling is None or sampling.top_k > 0):
             found.append(f"top_k must have its effect, or stay 0: {self.top_k.seen}")

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from turngate.runtime.capabilities import USES, Capabilities, Finding, Use
+from turngate.runtime.capabilities import PROCESSED_HINT, USES, Capabilities, Finding, Use
 from turngate.runtime.types import Sampling
 
 __all__ = ["render_table"]
@@ -77,7 +77,7 @@ def _limits(capabilities: Capabilities, use: Use) -> list[str]:
     if use == "record":
         return [_token_modes(capabilities)]
     if use == "train":
-        limits = [f"only so far: {problem}" for problem in capabilities.problems("train")]
+        limits = _sampling_limits(capabilities)
         if not capabilities.versions.is_yes:
             limits.append("tokens get the policy version known when their request was sent")
         return limits
@@ -93,6 +93,16 @@ def _limits(capabilities: Capabilities, use: Use) -> list[str]:
             limits.append("without log-probs of prompts a canary cannot check that they arrived")
         return limits
     return []
+
+
+def _sampling_limits(capabilities: Capabilities) -> list[str]:
+    """Return which settings cannot be trained with, and what would change that."""
+    limits: list[str] = []
+    if not (temperature := capabilities.follows_temperature).is_yes:
+        limits.append(f"only at temperature 1: {temperature.seen}")
+    if not (truncation := capabilities.follows_truncation).is_yes:
+        limits.append(f"only with top_p 1 and top_k 0: {truncation.seen}")
+    return [*limits, PROCESSED_HINT] if limits else []
 
 
 def _token_modes(capabilities: Capabilities) -> str:

@@ -122,7 +122,8 @@ class EpisodeFile:
         self.rows = {row.id: row for row in rows}
         if not self._retry_failed or not any(row.end.is_failure for row in rows):
             return
-        kept = (line for line, row in zip(self.path.open("rb"), rows, strict=True) if not row.end.is_failure)
+        with self.path.open("rb") as file:
+            kept = [line for line, row in zip(file, rows, strict=True) if not row.end.is_failure]
         write_atomically(self.path, b"".join(kept))
         self._file.close()
         self._file = self.path.open("a+b")

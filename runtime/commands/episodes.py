@@ -62,12 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def collect_episodes(arguments: argparse.Namespace) -> "tuple[EpisodeSummary, str]":
     """Play what the arguments ask for; return the figures and the token mode.
 
-    Raises: KeyboardInterrupt: after saying on stderr how to go on. ConfigError, EndpointError, EnvError: as `collect`.
+    Raises: KeyboardInterrupt, SystemExit: after saying on stderr how to go on. ConfigError, EndpointError, EnvError: as
+        `collect`.
     """
     progress = Progress(sys.stderr)
     try:
         return asyncio.run(_collect(arguments, progress))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the latter after SIGTERM
         progress.say(f"interrupted; the same command goes on after the episodes in {arguments.out}")
         raise
 

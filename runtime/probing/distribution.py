@@ -64,14 +64,15 @@ def judge_temperature(at_one: Answer, hot: Answer, temperature: float) -> Findin
     seen = _centred({name: hots[name] for name in names})
     off_raw = _distance(seen, plain)
     off_processed = _distance(seen, {name: value / temperature for name, value in plain.items()})
-    told = f"{len(names)} alternatives at temperature 1 and {temperature:g}: off by"
-    told += f" {off_processed:.1e} from scaled ones, {off_raw:.1e} from unscaled ones"
+    told = (
+        f"{len(names)} alternatives at {temperature:g} are {off_processed:.0e} off scaled, {off_raw:.0e} off raw ones"
+    )
     if max(off_raw, off_processed) < _LEAST_SPREAD:
-        return unknown(f"alternatives are too alike to tell: {told}")
+        return unknown(f"too alike to tell: {told}")
     if off_processed * _CLEAR <= off_raw:
         return yes(told)
     if off_raw * _CLEAR <= off_processed:
-        return no(f"raw log-probs: {told}")
+        return no(f"raw: {told}")
     return unknown(f"neither fits: {told}")
 
 
@@ -92,7 +93,7 @@ def judge_truncation(at_one: Answer, hot: Answer, cut: Answer) -> Finding:
     if abs(values[0]) < _CERTAIN:
         return yes(f"log-prob {values[0]:.0e} where top_p leaves one token")
     if any(math.isclose(values[0], best, abs_tol=_UNSURE) for best in bests):
-        return no(f"raw log-probs: {values[0]:.2f} where top_p leaves one token")
+        return no(f"raw: {values[0]:.2f} where top_p leaves one token")
     return unknown(f"log-prob {values[0]:.2f} where top_p leaves one token: expected 0, or {bests[0]:.2f}")
 
 

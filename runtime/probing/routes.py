@@ -9,13 +9,12 @@ from turngate.runtime.probing.judging import failed, no, unknown, yes
 __all__ = ["WEIGHT_ROUTES", "judge_models", "judge_weights", "max_context", "model_ids", "routes_of", "server_of"]
 
 WEIGHT_ROUTES = {
-    "/admin/weights": "full weights in flight (EnginePublisher)",
-    "/collective_rpc": "vLLM: full weights (reload_weights)",
-    "/v1/load_lora_adapter": "vLLM: adapters",
-    "/update_weights_from_disk": "SGLang: full weights from disk",
-    "/load_lora_adapter": "SGLang: adapters",
+    "/admin/weights": "EnginePublisher",
+    "/collective_rpc": "VLLMPublisher",
+    "/v1/load_lora_adapter": "VLLMPublisher, adapters",
+    "/update_weights_from_disk": "SGLangPublisher",
 }
-"""Routes below the server's root, and what each takes."""
+"""Routes below the server's root, and what publishes to each."""
 
 _OWNERS = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "turngate": "turngate engine"}
 _CONTEXT_FIELDS = (("max_model_len",), ("meta", "n_ctx"), ("context_length",), ("max_context_length",), ("n_ctx",))
