@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 
-from turngate.runtime.engine.cache import BLOCK, Entry, PrefixCache, block_keys
+from turngate.runtime.engine.cache import BLOCK
 from turngate.runtime.engine.counters import Counters
-from turngate.runtime.engine.incremental import Incremental, Span
+from turngate.runtime.engine.guidance import tilt_rows
+from turngate.runtime.engine.incremental import Span
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.request import BatcherConfig, BatcherStatistics, Finished, Progress, Rejection, Request
-from turngate.runtime.engine.sampler import Drawn, SamplingRows, draw, raw_logprobs, top_logprobs
+from turngate.runtime.engine.rows import CachedRows
+from turngate.runtime.engine.sampler import Drawn, SamplingRows, Tilt, draw, raw_logprobs, top_logprobs
 from turngate.runtime.engine.sequence import LiveSequence, check_request
 from turngate.runtime.engine.tokenizer import Tokenizer
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.engine.values import ValueKind, Values
+from turngate.runtime.errors import ConfigError, PublishError
 
 __all__ = ["Batcher"]
 
@@ -37,7 +40,8 @@ class Batcher:
     """Decodes many sequences together. Not thread-safe: one thread drives it.
 
     Mutable state: the waiting queue; the running sequences, which fill rows 0 to R - 1 without gaps; both by id;
-    per-row token, position and sampling columns; the key-value rows; the prefix cache; the policy version; counters.
+    per-row token, position and sampling columns; the key-value rows with their prefix cache, and those of a critic;
+    the policy version; counters.
     """
 
     def __init__(
@@ -47,18 +51,25 @@ class Batcher:
         config: BatcherConfig | None = None,
         *,
         policy_version: int = 0,
+        critic: PolicyModel | None = None,
+        value_kind: ValueKind = "success",
+        value_version: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Serve `model`, which the batcher owns from now on.
+        """Serve `model`, which the batcher owns from now on, and read values off `critic`, or off its own head.
 
-        Raises: ConfigError: model and tokenizer do not fit, or a size is not positive.
+        Raises: ConfigError: model and tokenizer or critic do not fit, or a size is not positive.
         """
         self.config = config or BatcherConfig()
         _check_config(self.config, model, tokenizer)
         rows = self.config.max_running
         self._tokenizer = tokenizer
         self._model = model.eval().requires_grad_(False)
-        self._engine = Incremental(model, rows)
+        cached = self.config.max_cached_tokens
+        self._rows = CachedRows(model, rows, cached)
+        self._values = Values(
+            self._rows, critic, kind=value_kind, rows=rows, max_cached_tokens=cached, version=value_version
+        )
         self._policy_version = policy_version
         self._waiting: deque[LiveSequence] = deque()
         self._running: list[LiveSequence] = []
@@ -66,7 +77,6 @@ class Batcher:
         self._tokens = np.zeros(rows, dtype=np.int64)
         self._positions = np.zeros(rows, dtype=np.int64)
         self._sampling = SamplingRows(rows)
-        self._cache = PrefixCache(self.config.max_cached_tokens)
         self._next_id = 0
         self._seeds = np.random.default_rng(self.config.seed)
         self._counts = Counters(clock)
@@ -86,7 +96,8 @@ class Batcher:
 
     def submit(self, request: Request) -> int | Rejection:
         """Queue a request; returns its sequence id, or why it was not taken."""
-        rejection = check_request(request, self._model.config.max_context)
+        context = self._model.config.max_context
+        rejection = check_request(request, context, has_values=self._values.is_available)
         if rejection is None and len(self._waiting) >= self.config.max_waiting:
             message = f"requests must wait for a slot and {len(self._waiting)} already do; try again later"
             rejection = Rejection("max_waiting", message, "overloaded")
@@ -94,9 +105,7 @@ class Batcher:
             self._counts.rejected += 1
             return rejection
         seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
-        sequence = LiveSequence(
-            self._next_id, request, seed & _SEED_MASK, self._tokenizer, self._model.config.max_context
-        )
+        sequence = LiveSequence(self._next_id, request, seed & _SEED_MASK, self._tokenizer, context)
         self._next_id += 1
         self._waiting.append(sequence)
         self._live[sequence.id] = sequence
@@ -124,9 +133,10 @@ class Batcher:
         self._admit(out)
         if self._running:
             count = len(self._running)
-            tokens, positions = self._tokens[:count], self._positions[:count]
-            logits = self._engine.decode(self._to_device(tokens), self._to_device(positions))
-            self._advance(0, count, logits, out)
+            tokens, positions = self._to_device(self._tokens[:count]), self._to_device(self._positions[:count])
+            hidden = self._rows.engine.decode_hidden(tokens, positions)
+            self._follow(tokens, positions, hidden)
+            self._advance(0, count, self._rows.engine.logits(hidden), out)
         self._counts.end_step(started_s)
         return out
 
@@ -136,48 +146,68 @@ class Batcher:
         Raises: PublishError: the weights do not fit the model or are not finite; the old ones go on serving.
         """
         self._model.load_tensors(state, where=f"policy version {policy_version}")
-        self._engine.refresh()
+        self._rows.renew()
         self._policy_version = policy_version
-        self._cache.clear()
         for sequence in self._running:
             sequence.entry = None
         if self.config.on_update == "recompute":
             self._recompute()
 
+    @torch.inference_mode()
+    def swap_critic(self, state: Mapping[str, torch.Tensor], value_version: int) -> None:
+        """Read values off new critic weights from the next step on; what is running is run again under them.
+
+        Raises: PublishError: the weights do not fit or are not finite, or there is no critic; the old ones go on.
+        """
+        if not self._values.has_own_rows:
+            raise PublishError("the engine must have a critic to take weights for one: start it with critic=...")
+        self._values.rows.engine.model.load_tensors(state, where=f"value version {value_version}")
+        self._counts.recomputed_tokens += self._values.renew(value_version, self._running)
+
     def statistics(self) -> BatcherStatistics:
         """Return counts and present load."""
-        return self._counts.statistics(len(self._running), len(self._waiting), self._policy_version, self._cache)
+        return self._counts.statistics(len(self._running), len(self._waiting), self._policy_version, self._rows.cache)
+
+    @property
+    def value_version(self) -> int:
+        """Version of the weights that values are read off."""
+        return self._values.version if self._values.has_own_rows else self._policy_version
 
     def _admit(self, out: list[Progress | Finished]) -> None:
         """Fill free rows from the queue, in waves: a later wave finds in the cache what an earlier one computed."""
         budget = self.config.max_prefill_tokens
         for _ in range(_MAX_WAVES):
-            wave, spans = self._next_wave(budget)
+            wave, spans, budget = self._next_wave(budget)
             if not wave:
                 return
-            budget -= sum(len(span.ids) for span in spans)
             self._prefill(wave, spans, out)
 
-    def _next_wave(self, budget: int) -> tuple[list[LiveSequence], list[Span]]:
-        """Take requests that fit the free rows and the budget and share no new prefix with one another."""
+    def _next_wave(self, budget: int) -> tuple[list[LiveSequence], list[Span | None], int]:
+        """Take requests that fit the free rows and the budget and share no new prefix with one another.
+
+        Returns them, what the policy has to run of each, None where it has not, and the budget that is left.
+        """
         wave: list[LiveSequence] = []
-        spans: list[Span] = []
+        spans: list[Span | None] = []
         deferred: list[LiveSequence] = []
         new_keys: set[int] = set()
         free = self.config.max_running - len(self._running)
         while self._waiting and len(wave) < free and budget > 0:
             sequence = self._waiting.popleft()
-            entry, length = (None, 0) if sequence.request.echo else self._cache.find(sequence.ids, sequence.keys)
-            if self._cache.max_tokens and self._is_worth_waiting(sequence, length, new_keys):
+            # Only values are wanted: then the policy need not run.
+            rows = self._values.rows if sequence.request.value else self._rows
+            entry, length = (None, 0) if sequence.request.echo else rows.cache.find(sequence.ids, sequence.keys)
+            if rows.cache.max_tokens and self._is_worth_waiting(sequence, length, new_keys):
                 deferred.append(sequence)
                 continue
             sequence.row = len(self._running) + len(wave)
-            spans.append(self._place(sequence, entry, length))
+            self._count_prompt(sequence, length)
+            spans.append(rows.place(sequence.row, sequence.ids, entry, length) if rows is self._rows else None)
             wave.append(sequence)
             new_keys.update(sequence.keys)
-            budget -= len(spans[-1].ids)
+            budget -= sequence.prompt_length - max(0, length - 1)
         self._waiting.extendleft(reversed(deferred))
-        return wave, spans
+        return wave, spans, budget
 
     def _is_worth_waiting(self, sequence: LiveSequence, cached: int, new_keys: set[int]) -> bool:
         """True when another request of this wave is about to compute blocks this one needs too."""
@@ -185,40 +215,52 @@ class Batcher:
         wanted = min(known + _SHARED_BLOCKS, len(sequence.keys))
         return not sequence.request.echo and wanted > known and sequence.keys[wanted - 1] in new_keys
 
-    def _place(self, sequence: LiveSequence, entry: Entry | None, length: int) -> Span:
-        """Copy a cached prefix into the sequence's row and return what is left to run."""
-        cache = self._engine.cache
-        if entry is not None and entry.stored is not None:
-            cache.restore(sequence.row, entry.stored, length)
-        elif entry is not None:
-            cache.move(entry.row, sequence.row, length)
-        sequence.cached_tokens = length
+    def _count_prompt(self, sequence: LiveSequence, cached: int) -> None:
+        sequence.cached_tokens = cached
         self._counts.prompt_tokens += sequence.prompt_length
-        self._counts.cached_tokens += length
-        start = max(0, length - 1)
-        return Span(sequence.row, start, length, sequence.ids[start:])
+        self._counts.cached_tokens += cached
 
-    def _prefill(self, wave: list[LiveSequence], spans: list[Span], out: list[Progress | Finished]) -> None:
-        """Run the prompts of a wave, score echoed ones, and draw everyone's first token."""
-        logits = self._prefill_logits(wave, spans)
+    def _prefill(self, wave: list[LiveSequence], spans: list[Span | None], out: list[Progress | Finished]) -> None:
+        """Run the prompts of a wave, score echoed ones, read values, and draw everyone's first token."""
+        hidden = self._prefill_hidden(wave, spans)
         first = len(self._running)
-        for sequence in wave:
+        for sequence, span in zip(wave, spans, strict=True):
             self._join(sequence)
-        self._advance(first, len(self._running), logits, out)
+            if span is not None:
+                self._make_findable(sequence)
+        valued = [i for i, sequence in enumerate(wave) if sequence.wants_values]
+        if valued and self._values.has_own_rows:
+            self._values.prefill([wave[i] for i in valued])
+        elif valued:
+            self._values.remember([wave[i].row for i in valued], hidden[valued])
+        for sequence in wave:
+            if sequence.request.value:
+                sequence.value = float(self._values.of_prefixes([sequence.row])[0])
+        self._advance(first, len(self._running), self._rows.engine.logits(hidden), out)
 
-    def _prefill_logits(self, wave: list[LiveSequence], spans: list[Span]) -> torch.Tensor:
-        """Return the logits after each prompt, shape (wave, V)."""
-        plain = [i for i, sequence in enumerate(wave) if not sequence.request.echo]
-        if len(plain) == len(wave):
-            return self._engine.prefill(spans)
-        echoed = [i for i, sequence in enumerate(wave) if sequence.request.echo]
-        parts = self._engine.prefill([spans[i] for i in echoed], needs="all").split([len(spans[i].ids) for i in echoed])
-        last = {i: part[-1] for i, part in zip(echoed, parts, strict=True)}
-        for i, part in zip(echoed, parts, strict=True):
-            _score_prompt(wave[i], part)
+    def _prefill_hidden(self, wave: list[LiveSequence], spans: list[Span | None]) -> torch.Tensor:
+        """Return the policy's final states after each prompt, shape (wave, width); zeros where it did not run."""
+        engine = self._rows.engine
+        hidden = torch.zeros(len(wave), self._model.config.width, device=self._model.embed.weight.device)
+        run = [(i, span) for i, span in enumerate(spans) if span is not None]
+        plain = [(i, span) for i, span in run if not wave[i].request.echo]
         if plain:
-            last.update(zip(plain, self._engine.prefill([spans[i] for i in plain]), strict=True))
-        return torch.stack([last[i] for i in range(len(wave))])
+            hidden[[i for i, _ in plain]] = engine.prefill_hidden([span for _, span in plain])
+        echoed = [(i, span) for i, span in run if wave[i].request.echo]
+        if echoed:
+            whole = engine.prefill_hidden([span for _, span in echoed], needs="all")
+            for (i, _), part in zip(echoed, whole.split([len(span.ids) for _, span in echoed]), strict=True):
+                _score_prompt(wave[i], engine.logits(part))
+                hidden[i] = part[-1]
+        return hidden
+
+    def _follow(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
+        """Note the values of the running prefixes, where they guide: the policy was just fed these tokens."""
+        rows = [sequence.row for sequence in self._running if sequence.request.guidance is not None]
+        if rows and self._values.has_own_rows:
+            self._values.decode(rows, tokens_B[rows], positions_B[rows])
+        elif rows:
+            self._values.remember(rows, hidden_BD[rows])
 
     def _join(self, sequence: LiveSequence) -> None:
         """Make a prefilled sequence the last running row."""
@@ -231,15 +273,14 @@ class Batcher:
         self._sampling.top_k[row] = request.top_k
         self._sampling.seed[row] = sequence.seed
         self._sampling.index[row] = 0
-        self._make_findable(sequence)
 
     def _make_findable(self, sequence: LiveSequence) -> None:
-        sequence.entry = Entry(sequence.ids[: sequence.prompt_length], sequence.row)
-        self._cache.add(sequence.entry, sequence.keys)
+        prompt = sequence.ids[: sequence.prompt_length]
+        sequence.entry = self._rows.make_findable(sequence.row, prompt, sequence.keys)
 
     def _advance(self, first: int, last: int, logits: torch.Tensor, out: list[Progress | Finished]) -> None:
         """Draw a token for rows first..last-1, append it, and report and release what finished."""
-        drawn = draw(logits, self._sampling, first, last)
+        drawn = draw(logits, self._sampling, first, last, self._tilt(self._running[first:last]))
         self._tokens[first:last] = drawn.tokens_B
         self._positions[first:last] += 1
         self._sampling.index[first:last] += 1
@@ -251,10 +292,15 @@ class Batcher:
             if sequence.request.stream:
                 out.append(sequence.progress())
         self._release(done)
-        out.extend(sequence.finished(self._tokenizer, version) for sequence in done)
+        out.extend(sequence.finished(self._tokenizer, version, self.value_version) for sequence in done)
         for sequence in done:
             del self._live[sequence.id]
         self._counts.finished += len(done)
+
+    def _tilt(self, sequences: list[LiveSequence]) -> Tilt | None:
+        if all(sequence.request.guidance is None for sequence in sequences):
+            return None
+        return lambda base_BV: tilt_rows(base_BV, sequences, self._values)
 
     def _push(self, sequence: LiveSequence, token: int, logprob: float, version: int, drawn: Drawn, line: int) -> bool:
         """Append one drawn token; True when the sequence is done. A request for no tokens is done before the first."""
@@ -262,6 +308,9 @@ class Batcher:
             sequence.finish_reason = "length"
             return True
         self._counts.generated_tokens += 1
+        if sequence.request.guidance is not None and drawn.base_logprobs_B is not None:
+            sequence.base_logprobs.append(float(drawn.base_logprobs_B[line]))
+            self._counts.guided_tokens += 1
         if sequence.request.top_logprobs:
             sequence.top_logprobs.append(top_logprobs(drawn.distribution_BV[line], sequence.request.top_logprobs))
         return sequence.push(token, logprob, version)
@@ -275,29 +324,27 @@ class Batcher:
             moved = self._running.pop()
             if gap == last:
                 continue
-            self._engine.cache.move(last, gap, len(moved.ids))
+            self._rows.move(last, gap, len(moved.ids), moved.entry)
+            self._values.move(last, gap, moved)
             self._sampling.move(last, gap)
             self._tokens[gap], self._positions[gap] = self._tokens[last], self._positions[last]
             self._running[gap] = moved
             moved.row = gap
-            if moved.entry is not None:
-                moved.entry.row = gap
 
     def _keep(self, sequence: LiveSequence) -> None:
         """Hand a leaving sequence's keys and values to the prefix cache. The last token's were never computed."""
-        entry, sequence.entry = sequence.entry, None
-        if entry is None or not self._cache.max_tokens:
-            return
-        entry.ids = sequence.ids[: max(sequence.prompt_length, len(sequence.ids) - 1)]
-        self._cache.add(entry, block_keys(entry.ids, entry.keys))
-        self._cache.store(entry, self._engine.cache.export(sequence.row, len(entry.ids)))
+        ids = sequence.ids[: max(sequence.prompt_length, len(sequence.ids) - 1)]
+        self._rows.keep(sequence.entry, sequence.row, ids)
+        if self._values.has_own_rows:
+            self._values.rows.keep(sequence.value_entry, sequence.row, ids)
+        sequence.entry = sequence.value_entry = None
 
     @torch.inference_mode()
     def _recompute(self) -> None:
         """Run all running sequences again under the new weights, except their last tokens, which are yet to be fed."""
         spans = [Span(sequence.row, 0, 0, sequence.ids[:-1]) for sequence in self._running]
         if spans:
-            self._engine.prefill(spans, needs="none")
+            self._rows.engine.prefill_hidden(spans, needs="none")
             self._counts.recomputed_tokens += sum(len(span.ids) for span in spans)
         for sequence in self._running:
             self._make_findable(sequence)

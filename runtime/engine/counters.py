@@ -26,6 +26,7 @@ class Counters:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.recomputed_tokens = 0
+        self.guided_tokens = 0
         self.busy_s = 0.0
         self._marks: deque[tuple[float, int]] = deque([(0.0, 0)])
 
@@ -56,6 +57,7 @@ class Counters:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             recomputed_tokens=self.recomputed_tokens,
+            guided_tokens=self.guided_tokens,
             busy_s=self.busy_s,
             tokens_per_s=self.tokens_per_s(),
             cache_entries=len(cache),

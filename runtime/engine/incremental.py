@@ -86,39 +86,87 @@ class Incremental:
         self._layers = [_fuse(layer) for layer in self.model.typed_layers]
         self._embed = self.model.embed.weight.detach()
         self._unembed = self._embed * self.model.logit_scale
+        head = self.model.value_head
+        self._value = head.weight.detach() if head is not None else None
+
+    def logits(self, hidden_M: Tensor) -> Tensor:
+        """Return the logits read off final states, shape (M, V)."""
+        return _linear(hidden_M, self._unembed)
+
+    def value_outputs(self, hidden_M: Tensor) -> Tensor:
+        """Return what the value head puts out for final states, shape (M,). The model must have one."""
+        assert self._value is not None, "values are read off models with a value head alone"
+        return _linear(hidden_M, self._value)[:, 0]
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Feed one token to each of the first B rows and return the logits that follow, shape (B, V).
+        """Feed one token to each of the first B rows and return the logits that follow, shape (B, V)."""
+        return self.logits(self.decode_hidden(tokens_B, positions_B))
+
+    def decode_hidden(self, tokens_B: Tensor, positions_B: Tensor, rows_B: Tensor | None = None) -> Tensor:
+        """Feed one token to each of the first B rows, or of `rows_B`; return the final states, shape (B, width).
 
         `positions_B` is each token's own position, the number of tokens already in its row.
         """
-        rows = len(tokens_B)
+        count = len(tokens_B)
+        rows = slice(count) if rows_B is None else rows_B
         length = _reach(positions_B)
         rope_B = self._rope[positions_B]
         bias_B1T = self._bias(positions_B, length)[:, None]
-        slots_B = self._steps.new_tensor(range(rows)) * self.cache.length + positions_B
+        row_B = self._steps.new_tensor(range(count)) if rows_B is None else rows_B
+        slots_B = row_B * self.cache.length + positions_B
         x = self._embed[tokens_B]
         for index, weights in enumerate(self._layers):
             qkv = _linear(norm(x), weights.qkv)
             key = self._key(qkv)
-            previous = self.cache.previous[index, :rows]
-            smear = previous * weights.smear
-            previous.copy_(key)
+            smear = self.cache.previous[index, rows] * weights.smear
+            self.cache.previous[index, rows] = key
             key += smear
             turned = self._turn(qkv, rope_B)
             self._write(index, slots_B, turned)
-            q = turned[:, : -2 * self._head_dim].view(rows, self._heads, self._head_dim)
-            x = self._after_attention(x, self._attend(index, q, slice(rows), length, bias_B1T), weights)
-        return _linear(norm(x), self._unembed)
+            q = turned[:, : -2 * self._head_dim].view(count, self._heads, self._head_dim)
+            x = self._after_attention(x, self._attend(index, q, rows, length, bias_B1T), weights)
+        return norm(x)
+
+    def peek_hidden(self, rows_B: Tensor, tokens_BK: Tensor, positions_B: Tensor) -> Tensor:
+        """Return the final states that feeding each of K tokens to a row would give, shape (B, K, width).
+
+        Writes nothing: K ways to go on from B rows for one pass over what the rows hold. `positions_B` is where the
+        token would stand, the number of tokens already in its row.
+        """
+        rows, ways = tokens_BK.shape
+        dim, length = self._head_dim, _reach(positions_B)
+        rope_N = self._rope[positions_B].repeat_interleave(ways, dim=0)
+        # The token's own position holds nothing yet, or what somebody else has left there.
+        bias_B1T = self._bias(positions_B - 1, length)[:, None]
+        x = self._embed[tokens_BK.reshape(-1)]
+        for index, weights in enumerate(self._layers):
+            qkv = _linear(norm(x), weights.qkv)
+            key = self._key(qkv)
+            key += (self.cache.previous[index, rows_B] * weights.smear).repeat_interleave(ways, dim=0)
+            turned = self._turn(qkv, rope_N)
+            q = turned[:, : -2 * dim].reshape(rows, ways * self._heads, dim)
+            kv = self.cache.kv[index, rows_B, :length]
+            cached = torch.bmm(q, kv[..., :dim].transpose(1, 2)).add_(bias_B1T)
+            own_k, own_v = turned[:, -2 * dim : -dim, None], turned[:, None, -dim:]
+            own = torch.bmm(q.view(rows * ways, self._heads, dim), own_k).view(rows, ways * self._heads, 1)
+            weight = torch.softmax(torch.cat([cached, own], dim=-1), dim=-1)
+            mixed = _mix(weight[..., :-1], kv[..., dim:]).view(rows * ways, self._heads, dim)
+            mixed = mixed + weight[..., -1:].view(rows * ways, self._heads, 1) * own_v
+            x = self._after_attention(x, mixed, weights)
+        return norm(x).view(rows, ways, -1)
 
     def prefill(self, spans: Sequence[Span], *, needs: Literal["last", "all", "none"] = "last") -> Tensor:
-        """Run the new tokens of several sequences and return logits.
+        """Run the new tokens of several sequences and return logits; see `prefill_hidden`."""
+        return self.logits(self.prefill_hidden(spans, needs=needs))
+
+    def prefill_hidden(self, spans: Sequence[Span], *, needs: Literal["last", "all", "none"] = "last") -> Tensor:
+        """Run the new tokens of several sequences and return final states.
 
         A sequence with p tokens in its row starts at p - 1, its last cached token: running that one again yields
         its unsmeared key, which the next key needs and the cache does not hold; what is cached is left as it is.
 
-        Args: needs: `last`: logits after each span, shape (spans, V); `all`: after each token, the spans one after
-        another, shape (tokens, V); `none`: only fill the cache, shape (0, V).
+        Args: needs: `last`: after each span, shape (spans, width); `all`: after each token, the spans one after
+        another, shape (tokens, width); `none`: only fill the cache, shape (0, width).
         """
         order = sorted(range(len(spans)), key=lambda i: -len(spans[i].ids))
         layout = self._lay_out([spans[i] for i in order])
@@ -132,12 +180,12 @@ class Incremental:
             q = turned[:, : -2 * self._head_dim].view(-1, self._heads, self._head_dim)
             x = self._after_attention(x, self._attend_blocks(index, q, layout), weights)
         if needs == "none":
-            return x.new_empty(0, len(self._embed))
+            return norm(x)
         if needs == "all":
             keep = _natural_order(spans, order, layout.blocks)
         else:
             keep = sorted(range(len(spans)), key=order.__getitem__)
-        return _linear(norm(x[self._steps.new_tensor(keep)]), self._unembed)
+        return norm(x[self._steps.new_tensor(keep)])
 
     def _prefill_keys(self, index: int, qkv_N: Tensor, layout: _Layout, weights: _LayerWeights) -> Tensor:
         """Smear and rotate, write keys and values to the cache, and return the rotated queries, keys and values."""

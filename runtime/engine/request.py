@@ -13,6 +13,7 @@ __all__ = [
     "Progress",
     "Rejection",
     "Request",
+    "TokenGuidance",
     "TopLogprobs",
 ]
 
@@ -47,6 +48,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Report the prompt's own log-probs; such a request does not read the prefix cache."""
     stream: bool = False
     """Report `Progress` after every step, not only `Finished`."""
+    guidance: "TokenGuidance | None" = None
+    """Tilt every token towards what continues better, by the values of a critic or of the model's own value head."""
+    value: bool = False
+    """Report the value of the prompt; nothing is generated."""
+
+
+class TokenGuidance(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens drawn from pi(w) exp(beta Q(w)), Q(w) being the value of the prefix with w behind it."""
+
+    beta: float
+    top_k: int = 8
+    """Candidates whose values are looked up: the likeliest tokens of the base."""
+    tail: Literal["base", "zero"] = "base"
+    """Other tokens keep the value of the prefix, and so their support; or they are left out."""
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -69,6 +84,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """Text that is now certain: what might become a stop string is held back. May be empty."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    base_logprobs: tuple[float, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +111,12 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """With `echo` and `top_logprobs`: aligned with the prompt; the first is empty."""
     policy_version: int = 0
     """Version that served when the sequence finished."""
+    base_logprobs: list[float] = []
+    """With guidance: log-prob of each token under the base, aligned with token_ids; `logprobs` are the guided ones."""
+    value: float | None = None
+    """Of the prompt, when it was asked for."""
+    value_version: int = 0
+    """Version of the critic when the sequence finished; a head on the policy's trunk has the policy's."""
 
 
 class BatcherConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +154,8 @@ class BatcherStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens served by the prefix cache."""
     recomputed_tokens: int
     """Tokens run again because the weights changed under a running sequence."""
+    guided_tokens: int
+    """Generated tokens that values had a say in."""
     busy_s: float
     """Seconds spent inside `step` while there was work."""
     tokens_per_s: float

@@ -4,13 +4,14 @@ The uniform of a token is a hash of its sequence's seed and the token's index, s
 whatever else is in the batch. Tokens are drawn by inverting the cumulative distribution in float64.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Drawn", "SamplingRows", "draw", "raw_logprobs", "top_logprobs", "uniforms"]
+__all__ = ["Drawn", "SamplingRows", "Tilt", "draw", "raw_logprobs", "top_logprobs", "uniforms"]
 
 UInt64s: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint64]]"
 Int64s: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
@@ -22,6 +23,9 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 # Spreads seeds over the counter's period, so that neighbouring seeds do not share a stretch of it.
 _SEED_SALT = np.uint64(0xD1B54A32D192ED03)
+
+
+Tilt: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class SamplingRows:
@@ -51,6 +55,8 @@ class Drawn(NamedTuple):
     """Log-prob of the token under that distribution; of the untempered model for greedy rows."""
     distribution_BV: Tensor
     """Log-probs of the whole vocabulary, float64; -inf where nothing could be drawn."""
+    base_logprobs_B: "Float64s | None" = None
+    """With tilts: log-prob of the token before it was tilted."""
 
 
 def uniforms(seed_B: UInt64s, index_B: Int64s) -> Float64s:
@@ -62,9 +68,10 @@ def uniforms(seed_B: UInt64s, index_B: Int64s) -> Float64s:
     return result
 
 
-def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int) -> Drawn:
+def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int, tilt: Tilt | None = None) -> Drawn:
     """Draw one token for each of the rows first..last-1 from their logits, shape (last - first, V).
 
+    Args: tilt: given the log-probs after temperature and truncation, float64 (B, V), returns those to draw from.
     Raises: FloatingPointError: some logits are not finite.
     """
     temperature_B = rows.temperature[first:last]
@@ -79,6 +86,11 @@ def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int) -> Drawn:
     if cut_B.any():
         lines = np.flatnonzero(cut_B)
         scores_BV[lines] = _truncate(scores_BV[lines], top_k_B[lines], top_p_B[lines])
+    base_BV: Tensor | None = None
+    if tilt is not None:
+        base_BV = scores_BV.log_softmax(dim=1)
+        scores_BV = tilt(base_BV)
+        scores_BV = scores_BV - scores_BV.amax(dim=1, keepdim=True)
     mass_BV = scores_BV.exp().cumsum_(dim=1)
     total_B1 = mass_BV[:, -1:].clone()
     if not total_B1.isfinite().all():
@@ -94,7 +106,8 @@ def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int) -> Drawn:
         tokens_B1[lines] = (scores_BV[lines] == 0).double().argmax(dim=1, keepdim=True)
     distribution_BV = scores_BV.sub_(total_B1.log_())
     logprobs_B1 = distribution_BV.gather(1, tokens_B1)
-    return Drawn(tokens_B1[:, 0].numpy(), logprobs_B1[:, 0].numpy(), distribution_BV)
+    base_B = base_BV.gather(1, tokens_B1)[:, 0].numpy() if base_BV is not None else None
+    return Drawn(tokens_B1[:, 0].numpy(), logprobs_B1[:, 0].numpy(), distribution_BV, base_B)
 
 
 def top_logprobs(distribution_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:

@@ -14,7 +14,9 @@ class LiveSequence:
     """Everything known about one sequence. Mutable: it grows a token per step until it finishes."""
 
     __slots__ = (
+        "base_logprobs",
         "cached_tokens",
+        "cached_values",
         "entry",
         "finish_reason",
         "id",
@@ -31,6 +33,8 @@ class LiveSequence:
         "seed",
         "stop_ids",
         "top_logprobs",
+        "value",
+        "value_entry",
         "versions",
         "watcher",
     )
@@ -43,7 +47,7 @@ class LiveSequence:
         """Prompt and generated tokens."""
         self.prompt_length = len(self.ids)
         self.keys = block_keys(self.ids)
-        self.room = min(request.max_tokens, max_context - self.prompt_length)
+        self.room = 0 if request.value else min(request.max_tokens, max_context - self.prompt_length)
         self.stop_ids = frozenset((tokenizer.end,) if request.stop_ids is None else request.stop_ids)
         self.watcher = TextWatcher(tokenizer, request.stop) if request.stop or request.stream else None
         self.logprobs: list[float] = []
@@ -52,10 +56,19 @@ class LiveSequence:
         self.prompt_logprobs: list[float | None] | None = None
         self.prompt_top_logprobs: list[TopLogprobs] = []
         self.finish_reason: FinishReason | None = None
+        self.base_logprobs: list[float] = []
+        self.value: float | None = None
+        self.value_entry: Entry | None = None
         self.cached_tokens = 0
+        self.cached_values = 0
         self.reported = 0
         self.row = -1
         self.entry: Entry | None = None
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether the critic follows this sequence."""
+        return self.request.guidance is not None or self.request.value
 
     def push(self, token: int, logprob: float, version: int) -> bool:
         """Add a drawn token; True when it ends the sequence."""
@@ -83,9 +96,10 @@ class LiveSequence:
             versions=tuple(self.versions[new]),
             text=self.watcher.take(),
             top_logprobs=tuple(self.top_logprobs[new]),
+            base_logprobs=tuple(self.base_logprobs[new]),
         )
 
-    def finished(self, tokenizer: Tokenizer, policy_version: int) -> Finished:
+    def finished(self, tokenizer: Tokenizer, policy_version: int, value_version: int = 0) -> Finished:
         """Return the whole sequence as a result."""
         assert self.finish_reason is not None
         token_ids = self.ids[self.prompt_length :]
@@ -103,10 +117,13 @@ class LiveSequence:
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
             policy_version=policy_version,
+            base_logprobs=self.base_logprobs,
+            value=self.value,
+            value_version=value_version,
         )
 
 
-def check_request(request: Request, max_context: int) -> Rejection | None:
+def check_request(request: Request, max_context: int, *, has_values: bool = False) -> Rejection | None:
     """Return why a request cannot be served, or None when it can.
 
     Ids are taken to be the vocabulary's: whoever takes them from outside checks them.
@@ -116,12 +133,12 @@ def check_request(request: Request, max_context: int) -> Rejection | None:
         ("prompt_ids", len(prompt) > 0, "must not be empty: got no tokens"),
         (
             "prompt_ids",
-            len(prompt) + (request.max_tokens > 0) <= max_context,
+            len(prompt) + (request.max_tokens > 0 and not request.value) <= max_context,
             f"must leave room in the context of {max_context} tokens: got {len(prompt)}; shorten the history",
         ),
         (
             "max_tokens",
-            request.max_tokens >= (0 if request.echo else 1),
+            request.max_tokens >= (0 if request.echo or request.value else 1),
             f"must be at least 1, or 0 with echo: got {request.max_tokens}",
         ),
         (
@@ -131,9 +148,32 @@ def check_request(request: Request, max_context: int) -> Rejection | None:
         ),
         ("top_p", 0 < request.top_p <= 1, f"must lie in (0, 1]: got {request.top_p}"),
         ("top_k", request.top_k >= 0, f"must be at least 0, which keeps every token: got {request.top_k}"),
+        *_guidance_checks(request, has_values=has_values),
         ("stop", all(request.stop), "must not hold an empty string: every text contains it"),
     )
     for param, is_fine, message in checks:
         if not is_fine:
             return Rejection(param, f"{param} {message}")
     return None
+
+
+def _guidance_checks(request: Request, *, has_values: bool) -> tuple[tuple[str, bool, str], ...]:
+    """Return what guidance and values demand, as (field, whether it is so, what to say otherwise)."""
+    guidance, needs = request.guidance, request.guidance is not None or request.value
+    checks = (("guidance" if guidance else "value", has_values or not needs, _NO_VALUES),)
+    if guidance is None:
+        return checks
+    return (
+        *checks,
+        (
+            "guidance",
+            math.isfinite(guidance.beta) and guidance.beta >= 0,
+            f"must have a finite beta of at least 0: got {guidance.beta}; greedy guidance has no log-probs to train on",
+        ),
+        ("guidance", guidance.top_k >= 1, f"must have a top_k of at least 1: got {guidance.top_k}"),
+        ("guidance", request.temperature > 0, "must come with a temperature above 0: greedy tokens are not drawn"),
+        ("guidance", not request.echo, "must come without echo: the prompt is scored under the base"),
+    )
+
+
+_NO_VALUES = "needs values: the engine has no critic and its model no value head; start it with critic=..."

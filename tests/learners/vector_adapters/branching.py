@@ -10,7 +10,7 @@ import torch
 from tests.learners.vector_adapters.case import Adapter, Case, Values, numbers
 from turngate.runtime.allocation import expected_best_of_noisy_means, neyman_allocation, successive_halving
 from turngate.runtime.branch_budget import branching_cost
-from turngate.runtime.engine.guidance import guided_logprobs
+from turngate.runtime.engine.guidance import guided_logprobs, likeliest
 from turngate.runtime.metrics import wilson_interval
 from turngate.runtime.monte_carlo import (
     Z_95,
@@ -216,13 +216,15 @@ def token_guided(case: Case) -> Values:
     logits, q = case.real("base_logits").double(), case.real("q").double()
     temperature = p.get("temperature", 1.0)
     base = torch.log_softmax(logits / temperature, -1)
+    tokens, wanted = likeliest(base.unsqueeze(0), torch.tensor([p["top_k"]]))
     guided = guided_logprobs(
         base.unsqueeze(0),
-        q.unsqueeze(0),
-        beta=torch.tensor([float(numbers(p["beta"]))], dtype=torch.float64),
-        top_k=torch.tensor([p["top_k"]]),
-        tail_is_base=torch.tensor([p.get("tail", "zero") == "base"]),
-        v_state=torch.tensor([p.get("v_state", 0.0)], dtype=torch.float64),
+        tokens,
+        wanted,
+        q.unsqueeze(0).gather(1, tokens),
+        beta_B=torch.tensor([float(numbers(p["beta"]))], dtype=torch.float64),
+        tail_is_base_B=torch.tensor([p.get("tail", "zero") == "base"]),
+        v_state_B=torch.tensor([p.get("v_state", 0.0)], dtype=torch.float64),
     )[0]
     return {
         "guided_logp": guided,

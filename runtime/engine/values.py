@@ -1,0 +1,112 @@
+"""Values of running sequences: what the prefix of each is worth, and what each way to go on would be.
+
+They are read off the policy's own value head, or off a critic beside it. A critic has rows of its own, which hold the
+same tokens as the policy's wherever values are wanted.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turngate.runtime.engine.model import PolicyModel
+from turngate.runtime.engine.rows import CachedRows
+from turngate.runtime.engine.sequence import LiveSequence
+from turngate.runtime.errors import ConfigError
+
+__all__ = ["ValueKind", "Values"]
+
+ValueKind: TypeAlias = Literal["success", "scalar"]
+"""`success`: the head puts out the logit of a success probability; `scalar`: the value itself."""
+
+
+class Values:
+    """Reads values off running sequences. State beside the rows': the value of each row's prefix."""
+
+    def __init__(
+        self,
+        policy: CachedRows,
+        critic: PolicyModel | None,
+        *,
+        kind: ValueKind,
+        rows: int,
+        max_cached_tokens: int,
+        version: int = 0,
+    ) -> None:
+        """Read values off `critic`, or off the policy's own head when None.
+
+        Raises: ConfigError: the critic has no value head, or does not fit the policy.
+        """
+        self.rows = policy if critic is None else CachedRows(_checked(critic, policy), rows, max_cached_tokens)
+        self.has_own_rows = critic is not None
+        self.is_available = self.rows.engine.model.value_head is not None
+        self.version = version
+        """Of the critic; a head on the policy's trunk has the policy's."""
+        self._kind = kind
+        self._prefix = np.zeros(rows, dtype=np.float64)
+
+    def read(self, hidden_M: Tensor) -> Tensor:
+        """Return values of prefixes from their final states, float64, shape (M,)."""
+        outputs_M = self.rows.engine.value_outputs(hidden_M).double()
+        return outputs_M.sigmoid() if self._kind == "success" else outputs_M
+
+    def remember(self, rows: Sequence[int], hidden_M: Tensor) -> None:
+        """Note the values of the prefixes in `rows`, whose last tokens gave these final states."""
+        self._prefix[list(rows)] = self.read(hidden_M).cpu().numpy()
+
+    def of_prefixes(self, rows: Sequence[int]) -> Tensor:
+        """Return the values of the prefixes in `rows`, as they were noted last."""
+        return torch.from_numpy(self._prefix[list(rows)])
+
+    def of_continuations(self, rows: Sequence[int], tokens_BK: Tensor, positions_B: Tensor) -> Tensor:
+        """Return the value of each row's prefix with each of K tokens behind it, float64, shape (B, K): one pass."""
+        at_B = torch.tensor(rows, device=tokens_BK.device)
+        hidden_BKD = self.rows.engine.peek_hidden(at_B, tokens_BK, positions_B)
+        return self.read(hidden_BKD.flatten(0, 1)).view(tokens_BK.shape)
+
+    def prefill(self, sequences: Sequence[LiveSequence]) -> None:
+        """Run the critic over the prompts of sequences that join, behind what its cache knows of them."""
+        spans = []
+        for sequence in sequences:
+            entry, length = self.rows.cache.find(sequence.ids, sequence.keys)
+            spans.append(self.rows.place(sequence.row, sequence.ids, entry, length))
+            sequence.cached_values = length
+        self.remember([sequence.row for sequence in sequences], self.rows.engine.prefill_hidden(spans))
+        for sequence in sequences:
+            prompt = sequence.ids[: sequence.prompt_length]
+            sequence.value_entry = self.rows.make_findable(sequence.row, prompt, sequence.keys)
+
+    def decode(self, rows: Sequence[int], tokens_B: Tensor, positions_B: Tensor) -> None:
+        """Feed the critic the tokens that the policy is fed, for the rows that want values."""
+        at_B = torch.tensor(rows, device=tokens_B.device)
+        self.remember(rows, self.rows.engine.decode_hidden(tokens_B, positions_B, at_B))
+
+    def move(self, source: int, target: int, sequence: LiveSequence) -> None:
+        """A sequence moves to another row; the policy's rows are moved by their owner."""
+        self._prefix[target] = self._prefix[source]
+        if self.has_own_rows and sequence.wants_values:
+            self.rows.move(source, target, len(sequence.ids), sequence.value_entry)
+
+    def renew(self, version: int, running: Sequence[LiveSequence]) -> int:
+        """The critic has new weights: run what is running again under them; returns how many tokens that took."""
+        self.rows.renew()
+        self.version = version
+        again = [sequence for sequence in running if sequence.wants_values]
+        for sequence in again:
+            sequence.value_entry = None
+        spans = [self.rows.place(s.row, s.ids[:-1], None, 0) for s in again]
+        if spans:
+            self.remember([s.row for s in again], self.rows.engine.prefill_hidden(spans))
+        return sum(len(span.ids) for span in spans)
+
+
+def _checked(critic: PolicyModel, policy: CachedRows) -> PolicyModel:
+    if critic.value_head is None:
+        raise ConfigError("a critic must have a value head: this one has none; save it with one")
+    for name in ("vocab_size", "max_context"):
+        wanted, got = getattr(policy.engine.model.config, name), getattr(critic.config, name)
+        if got < wanted if name == "max_context" else got != wanted:
+            raise ConfigError(f"critic and policy must share {name}: expected {wanted}, got {got}")
+    return critic.eval().requires_grad_(False)

@@ -1,0 +1,290 @@
+"""Values in the engine: peeking, guided tokens, values of prompts, a critic beside the policy."""
+
+import math
+
+import pytest
+import torch
+
+from turngate.runtime.engine.batcher import Batcher
+from turngate.runtime.engine.guidance import guided_logprobs, likeliest
+from turngate.runtime.engine.incremental import Incremental, Span
+from turngate.runtime.engine.model import ModelConfig, PolicyModel
+from turngate.runtime.engine.request import BatcherConfig, Finished, Rejection, Request, TokenGuidance
+from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.errors import ConfigError, PublishError
+
+TOKENIZER = Tokenizer([])
+PROMPT = tuple(range(40, 70))
+
+
+def make_model(seed, *, value_head=False, layers=2):
+    config = ModelConfig(
+        vocab_size=len(TOKENIZER), width=32, layers=layers, heads=2, head_dim=16, value_head=value_head
+    )
+    model = PolicyModel(config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("out.weight", "down.weight", "value_head.weight")):
+                weight.normal_(std=0.3, generator=generator)
+    return model
+
+
+def serve(policy, critic=None, **config):
+    return Batcher(policy, TOKENIZER, BatcherConfig(**config), critic=critic)
+
+
+def run(batcher, *requests):
+    order = [batcher.submit(request) for request in requests]
+    assert all(isinstance(one, int) for one in order), order
+    found = {}
+    while batcher.has_work:
+        found.update({report.id: report for report in batcher.step() if isinstance(report, Finished)})
+    return [found[one] for one in order]
+
+
+def guided(beta, *, seed=1, max_tokens=12, prompt=PROMPT, **settings):
+    return Request(
+        prompt_ids=prompt, max_tokens=max_tokens, seed=seed, stop_ids=(), guidance=TokenGuidance(beta=beta, **settings)
+    )
+
+
+@torch.inference_mode()
+def value_of(model, ids):
+    """The value of a prefix by the whole pass, with nothing cached."""
+    engine = Incremental(model, 1)
+    return float(engine.value_outputs(engine.prefill_hidden([Span(0, 0, 0, ids)])).double().sigmoid()[0])
+
+
+@torch.inference_mode()
+def base_logprobs(model, ids):
+    return Incremental(model, 1).prefill([Span(0, 0, 0, ids)])[0].double().log_softmax(-1)
+
+
+# Peeking.
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("ways", [1, 2, 7])
+def test_peeking_gives_what_decoding_each_way_would_and_writes_nothing(ways):
+    model = make_model(1)
+    engine = Incremental(model, 4)
+    rows = [list(range(5, 5 + n)) for n in (3, 40, 17)]
+    engine.prefill([Span(i, 0, 0, row) for i, row in enumerate(rows)], needs="none")
+    before = engine.cache.kv.clone(), engine.cache.previous.clone()
+    tokens = torch.randint(0, 200, (3, ways), generator=torch.Generator().manual_seed(0))
+    found = engine.peek_hidden(torch.tensor([2, 0, 1]), tokens, torch.tensor([17, 3, 40]))
+    assert torch.equal(engine.cache.kv, before[0])
+    assert torch.equal(engine.cache.previous, before[1])
+    for line, row in enumerate([rows[2], rows[0], rows[1]]):
+        for way in range(ways):
+            ids = [*row, int(tokens[line, way])]
+            alone = Incremental(model, 1).prefill_hidden([Span(0, 0, 0, ids)])[0]
+            torch.testing.assert_close(found[line, way], alone, atol=2e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_decoding_some_rows_leaves_the_others_alone():
+    model = make_model(1)
+    engine, whole = Incremental(model, 4), Incremental(model, 4)
+    spans = [Span(i, 0, 0, list(range(3, 10 + i))) for i in range(3)]
+    engine.prefill(spans, needs="none")
+    whole.prefill(spans, needs="none")
+    some = engine.decode_hidden(torch.tensor([7, 8]), torch.tensor([9, 7]), torch.tensor([2, 0]))
+    everyone = whole.decode_hidden(torch.tensor([8, 5, 7]), torch.tensor([7, 8, 9]))
+    torch.testing.assert_close(some, everyone[[2, 0]], atol=1e-5, rtol=0)
+    # Row 1 goes on as if nothing had happened.
+    alone = engine.decode_hidden(torch.tensor([5]), torch.tensor([8]), torch.tensor([1]))
+    torch.testing.assert_close(alone[0], everyone[1], atol=1e-5, rtol=0)
+
+
+# The distribution.
+
+
+def tilt(base, q, beta, k, *, tail_is_base, v=0.0):
+    tokens, wanted = likeliest(base[None], torch.tensor([k]))
+    return guided_logprobs(
+        base[None],
+        tokens,
+        wanted,
+        q[None].gather(1, tokens),
+        beta_B=torch.tensor([beta], dtype=torch.float64),
+        tail_is_base_B=torch.tensor([tail_is_base]),
+        v_state_B=torch.tensor([v], dtype=torch.float64),
+    )[0]
+
+
+def test_without_beta_a_base_tail_is_the_base_and_a_zero_tail_its_top():
+    base = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    q = torch.rand(9, dtype=torch.float64)
+    torch.testing.assert_close(tilt(base, q, 0.0, 3, tail_is_base=True, v=0.4), base)
+    top = tilt(base, q, 0.0, 3, tail_is_base=False)
+    assert int(top.isfinite().sum()) == 3
+    torch.testing.assert_close(top.exp().sum(), torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_rows_of_different_top_k_do_not_see_each_others_candidates():
+    base = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    q = torch.rand(2, 9, dtype=torch.float64)
+    tokens, wanted = likeliest(base, torch.tensor([2, 5]))
+    both = guided_logprobs(
+        base,
+        tokens,
+        wanted,
+        q.gather(1, tokens),
+        beta_B=torch.full((2,), 3.0, dtype=torch.float64),
+        tail_is_base_B=torch.tensor([False, True]),
+        v_state_B=torch.full((2,), 0.3, dtype=torch.float64),
+    )
+    torch.testing.assert_close(both[0], tilt(base[0], q[0], 3.0, 2, tail_is_base=False))
+    torch.testing.assert_close(both[1], tilt(base[1], q[1], 3.0, 5, tail_is_base=True, v=0.3))
+
+
+# Guided decoding.
+
+
+@pytest.mark.parametrize("place", ["critic", "trunk"])
+@pytest.mark.parametrize("tail", ["base", "zero"])
+def test_b6_1_the_recorded_log_prob_is_the_guided_one_and_the_base_one_is_kept_beside_it(place, tail):
+    policy = make_model(1, value_head=place == "trunk")
+    critic = make_model(2, value_head=True, layers=1) if place == "critic" else None
+    values = critic or policy
+    (done,) = run(serve(policy, critic), guided(4.0, top_k=5, tail=tail))
+    ids = list(PROMPT)
+    for token, logprob, base in zip(done.token_ids, done.logprobs, done.base_logprobs, strict=True):
+        expected_base = base_logprobs(policy, ids)
+        q = torch.tensor([value_of(values, [*ids, w]) for w in expected_base.topk(5).indices.tolist()])
+        full = torch.zeros_like(expected_base)
+        full[expected_base.topk(5).indices] = q.double()
+        expected = tilt(expected_base, full, 4.0, 5, tail_is_base=tail == "base", v=value_of(values, ids))
+        assert base == pytest.approx(float(expected_base[token]), abs=1e-4)
+        assert logprob == pytest.approx(float(expected[token]), abs=1e-4)
+        ids.append(token)
+
+
+def test_b6_6_values_are_read_off_the_very_ids_that_were_sampled_whoever_shares_the_batch():
+    policy, critic = make_model(1), make_model(2, value_head=True)
+    (alone,) = run(serve(policy, critic), guided(6.0))
+    others = [Request(prompt_ids=(9, 8, 7 + i), max_tokens=3 + i, seed=i, stop_ids=()) for i in range(5)]
+    crowd = run(serve(policy, critic), *others[:2], guided(6.0), *others[2:], guided(2.0, seed=4))
+    assert crowd[2].token_ids == alone.token_ids
+    assert crowd[2].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    plain = run(serve(make_model(1)), *others)
+    assert [done.token_ids for done in [*crowd[:2], *crowd[3:6]]] == [done.token_ids for done in plain]
+
+
+def test_beta_zero_draws_what_the_base_draws():
+    policy, critic = make_model(1), make_model(2, value_head=True)
+    (with_zero,) = run(serve(policy, critic), guided(0.0))
+    (plain,) = run(serve(policy), Request(prompt_ids=PROMPT, max_tokens=12, seed=1, stop_ids=()))
+    assert with_zero.token_ids == plain.token_ids
+    assert with_zero.logprobs == pytest.approx(plain.logprobs, abs=1e-12)
+
+
+def test_a_large_beta_takes_the_best_candidate():
+    policy, critic = make_model(1), make_model(2, value_head=True)
+    (done,) = run(serve(policy, critic), guided(1e6, top_k=4, tail="zero", max_tokens=1))
+    top = base_logprobs(policy, list(PROMPT)).topk(4).indices.tolist()
+    assert done.token_ids[0] == max(top, key=lambda w: value_of(critic, [*PROMPT, w]))
+    assert done.logprobs[0] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_conversation_goes_on_from_the_critics_own_cached_prefix():
+    batcher = serve(make_model(1), make_model(2, value_head=True))
+    (first,) = run(batcher, guided(3.0))
+    (again,) = run(batcher, guided(3.0))
+    assert again.token_ids == first.token_ids
+    longer = (*PROMPT, *first.token_ids, 5, 6)
+    (cached,) = run(batcher, guided(3.0, prompt=longer))
+    (fresh,) = run(serve(make_model(1), make_model(2, value_head=True)), guided(3.0, prompt=longer))
+    assert cached.cached_tokens > len(PROMPT)
+    assert cached.token_ids == fresh.token_ids
+    assert cached.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+
+
+# Values of prompts.
+
+
+@pytest.mark.parametrize("place", ["critic", "trunk"])
+def test_the_value_of_a_prompt_is_the_whole_passs(place):
+    policy = make_model(1, value_head=place == "trunk")
+    critic = make_model(2, value_head=True) if place == "critic" else None
+    batcher = serve(policy, critic)
+    prompts = [PROMPT, PROMPT[:7], (*PROMPT, 3)]
+    asked = [Request(prompt_ids=prompt, value=True, max_tokens=0) for prompt in prompts]
+    found = run(batcher, *asked, Request(prompt_ids=PROMPT, max_tokens=4, seed=0, stop_ids=()))
+    for prompt, done in zip(prompts, found, strict=False):
+        assert (done.token_ids, done.finish_reason) == ([], "length")
+        assert done.value == pytest.approx(value_of(critic or policy, list(prompt)), abs=1e-5)
+    assert len(found[-1].token_ids) == 4
+    assert batcher.statistics().running == 0
+
+
+def test_scalar_values_are_not_squashed():
+    critic = make_model(2, value_head=True)
+    batcher = Batcher(make_model(1), TOKENIZER, critic=critic, value_kind="scalar")
+    (done,) = run(batcher, Request(prompt_ids=PROMPT, value=True, max_tokens=0))
+    probability = value_of(critic, list(PROMPT))
+    assert done.value == pytest.approx(math.log(probability / (1 - probability)), abs=1e-4)
+
+
+# New weights.
+
+
+def test_a_new_critic_guides_running_sequences_from_the_next_token_on():
+    policy, old, new = make_model(1), make_model(2, value_head=True), make_model(3, value_head=True)
+    batcher = serve(policy, old)
+    batcher.submit(guided(5.0, max_tokens=10))
+    for _ in range(4):
+        batcher.step()
+    batcher.swap_critic(new.state_dict(), 7)
+    done = None
+    while batcher.has_work:
+        done = next((r for r in batcher.step() if isinstance(r, Finished)), done)
+    assert (done.value_version, batcher.value_version) == (7, 7)
+    ids, at = [*PROMPT, *done.token_ids[:6]], 6
+    base = base_logprobs(policy, ids)
+    full = torch.zeros_like(base)
+    for w in base.topk(8).indices.tolist():
+        full[w] = value_of(new, [*ids, w])
+    expected = tilt(base, full, 5.0, 8, tail_is_base=True, v=value_of(new, ids))
+    assert done.logprobs[at] == pytest.approx(float(expected[done.token_ids[at]]), abs=1e-4)
+
+
+def test_critic_weights_need_a_critic():
+    with pytest.raises(PublishError, match="must have a critic"):
+        serve(make_model(1, value_head=True)).swap_critic({}, 1)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("request_", "has_critic", "message"),
+    [
+        (guided(1.0), False, "needs values: the engine has no critic"),
+        (Request(prompt_ids=PROMPT, value=True), False, "needs values"),
+        (guided(math.inf), True, "finite beta"),
+        (guided(-1.0), True, "finite beta"),
+        (guided(1.0, top_k=0), True, "top_k of at least 1"),
+    ],
+)
+def test_guidance_that_cannot_work_is_rejected(request_, has_critic, message):
+    batcher = serve(make_model(1), make_model(2, value_head=True) if has_critic else None)
+    answer = batcher.submit(request_)
+    assert isinstance(answer, Rejection)
+    assert message in answer.message
+
+
+def test_greedy_guidance_is_rejected():
+    batcher = serve(make_model(1), make_model(2, value_head=True))
+    request = Request(prompt_ids=PROMPT, temperature=0.0, guidance=TokenGuidance(beta=1.0))
+    assert isinstance(batcher.submit(request), Rejection)
+
+
+def test_a_critic_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="must have a value head"):
+        serve(make_model(1), make_model(2))
+    other = PolicyModel(ModelConfig(vocab_size=7, width=32, layers=1, heads=2, head_dim=16, value_head=True))
+    with pytest.raises(ConfigError, match="must share vocab_size"):
+        serve(make_model(1), other)
