@@ -8,8 +8,10 @@ from turngate.runtime.buffer import Buffer
 from turngate.runtime.context import Context, History, full, last_turns, summarise, token_budget
 from turngate.runtime.dialect import OPENAI, Dialect, TokenMode
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
+from turngate.runtime.engine_renderer import EngineRenderer
 from turngate.runtime.evaluation import Evaluation
 from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
+from turngate.runtime.huggingface_renderer import HuggingFaceRenderer
 from turngate.runtime.injection import Injection
 from turngate.runtime.judge import JudgeEndpoint
 from turngate.runtime.learner import Learner
@@ -18,6 +20,7 @@ from turngate.runtime.limits import Limits
 from turngate.runtime.plot import plot_run
 from turngate.runtime.progress import show_progress
 from turngate.runtime.publishers import EnginePublisher, FolderPublisher, SGLangPublisher, VLLMPublisher
+from turngate.runtime.rendering import Renderer
 from turngate.runtime.restarts import RestartPoint, Restarts
 from turngate.runtime.rollout import run_rollout
 from turngate.runtime.run import TrainReport
@@ -56,12 +59,14 @@ __all__ = [
     "Dialect",
     "Endpoint",
     "EnginePublisher",
+    "EngineRenderer",
     "Evaluation",
     "EvaluationFinished",
     "Events",
     "FolderPublisher",
     "Group",
     "History",
+    "HuggingFaceRenderer",
     "Injection",
     "JudgeEndpoint",
     "Learner",
@@ -69,6 +74,7 @@ __all__ = [
     "Limits",
     "Message",
     "Outcome",
+    "Renderer",
     "RestartPoint",
     "RestartedFrom",
     "Restarts",
