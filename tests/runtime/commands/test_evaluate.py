@@ -95,7 +95,8 @@ def test_nothing_scored_is_a_failure_that_names_the_first_error(asked, tmp_path,
     asked[2] = f"{tmp_path}/mine.py:Broken"
     assert cli.main(["evaluate", *asked]) == 1
     said = capsys.readouterr()
-    assert "4 failed by the machinery, first: the environment raised RuntimeError: no screwdriver" in said.out
+    assert "4 failed by the machinery, first: " in said.out
+    assert "no screwdriver" in said.out
     assert "first failure: env_error" in said.err
     assert json.loads(said.out.splitlines()[-1])["success"] is None
 
