@@ -5,6 +5,9 @@ if __name__ == "runtime":
 
 from turngate.runtime.agent import Agent, Outcome
 from turngate.runtime.buffer import Buffer
+from turngate.runtime.capabilities import Capabilities
+from turngate.runtime.collecting import collect
+from turngate.runtime.connect import connect
 from turngate.runtime.context import Context, History, full, last_turns, summarise, token_budget
 from turngate.runtime.dialect import OPENAI, Dialect, TokenMode
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
@@ -18,6 +21,7 @@ from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.limits import Limits
 from turngate.runtime.plot import plot_run
+from turngate.runtime.probe import probe
 from turngate.runtime.progress import show_progress
 from turngate.runtime.publishers import EnginePublisher, FolderPublisher, SGLangPublisher, VLLMPublisher
 from turngate.runtime.rendering import Renderer
@@ -52,6 +56,7 @@ __all__ = [
     "Agent",
     "Batch",
     "Buffer",
+    "Capabilities",
     "ChatEndpoint",
     "Collection",
     "Completion",
@@ -96,9 +101,12 @@ __all__ = [
     "UpdateReport",
     "VLLMPublisher",
     "WeightPublisher",
+    "collect",
+    "connect",
     "full",
     "last_turns",
     "plot_run",
+    "probe",
     "read_trajectories",
     "render_tokens",
     "render_transcript",
