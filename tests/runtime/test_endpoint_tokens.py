@@ -1,0 +1,70 @@
+"""The hot client where chats are rendered on our side: what goes over the wire, and what comes of it."""
+
+import msgspec
+import pytest
+
+from turngate.runtime.dialect import Dialect
+from turngate.runtime.endpoint import Endpoint
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.testing import FakeRenderer, FakeTransport, render_ids
+from turngate.runtime.transport import Reply
+from turngate.runtime.types import Message, Sampling
+
+ASK = [Message("system", "be brief"), Message("user", "hi")]
+SAMPLING = Sampling(max_tokens=8)
+
+
+def sampled(ids, **more):
+    choice = {"text": "x", "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.5] * len(ids)}, **more}
+    return Reply(200, {}, msgspec.json.encode({"choices": [choice]}))
+
+
+def spelled(ids):
+    reply = msgspec.json.decode(sampled(ids).body)
+    reply["choices"][0]["logprobs"]["tokens"] = [f"token_id:{i}" for i in ids]
+    return Reply(200, {}, msgspec.json.encode(reply))
+
+
+@pytest.mark.parametrize("strings", [True, False], ids=["id strings", "ids"])
+async def test_token_mode_sends_ids_and_asks_for_the_sampled_ones_alone_where_it_can(strings):
+    ids = [*b"yes", 260]
+    transport = FakeTransport(spelled(ids) if strings else sampled(ids, token_ids=ids))
+    dialect = Dialect(token_mode="tokens", token_id_strings=strings)
+    endpoint = Endpoint("http://x/v1", model="m", dialect=dialect, renderer=FakeRenderer(), transport=transport)
+    conversation = endpoint.conversation()
+    first = await conversation.complete(ASK, SAMPLING, seed=5)
+    second = await conversation.complete([*ASK, Message("assistant", "yes"), *ASK], SAMPLING)
+    path, request = transport.requests[0]
+    assert (path, request["prompt"], request["seed"], request["stop_token_ids"]) == (
+        "/completions",
+        render_ids(ASK),
+        5,
+        [260],
+    )
+    asked = ("return_token_ids" in request, "return_tokens_as_token_ids" in request)
+    assert asked == (not strings, strings)
+    assert "messages" not in request
+    assert (first.text, list(first.token_ids), list(first.logprobs)) == ("yes", ids, [-0.5] * 4)
+    assert transport.requests[1][1]["prompt"] == [*render_ids(ASK), *ids, *render_ids(ASK)]
+    assert list(second.prompt_token_ids) == transport.requests[1][1]["prompt"]
+    assert endpoint.conversation() is not conversation
+
+
+async def test_a_completion_without_a_conversation_is_rendered_whole():
+    renderer, ids = FakeRenderer(), [*b"yes", 260]
+    transport = FakeTransport(sampled(ids, token_ids=ids))
+    dialect = Dialect(token_mode="tokens", stop_token_ids=False)
+    endpoint = Endpoint("http://x/v1", model="m", dialect=dialect, renderer=renderer, transport=transport)
+    for count in (1, 2):
+        assert (await endpoint.complete(ASK, SAMPLING)).text == "yes"
+        assert renderer.whole == count
+    assert "stop_token_ids" not in transport.requests[0][1]
+
+
+def test_a_renderer_and_the_mode_that_uses_it_come_together():
+    with pytest.raises(ConfigError, match="must come together: got renderer none with token_mode='tokens'"):
+        Endpoint("http://x/v1", model="m", dialect=Dialect(token_mode="tokens"))
+    with pytest.raises(ConfigError, match=r"must come together: got renderer <.*> with token_mode='server'"):
+        Endpoint("http://x/v1", model="m", renderer=FakeRenderer())
+    endpoint = Endpoint("http://x/v1", model="m")
+    assert endpoint.conversation() is endpoint
