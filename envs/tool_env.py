@@ -69,6 +69,7 @@ class ToolEnv:
         nudge: str = NUDGE,
         penalties: float | Mapping[str, float] = 0.0,
         parser: str | ToolParser | None = None,
+        tools_in_prompt: bool = True,
     ) -> None:
         """Make an environment for one episode.
 
@@ -79,8 +80,10 @@ class ToolEnv:
             nudge: answer to a turn without calls that is not scored.
             penalties: what a mistake costs, in the reward component `tool_error`: a number for each of the model's, or
                 numbers by name, see MODEL_FAULTS and TOOL_FAULTS.
-            parser: name of a format in TOOL_PARSERS, or a parser, for models that write calls in text: the tools are
-                then described in the system prompt and results come as a user message. None: the server knows tools.
+            parser: name of a format in TOOL_PARSERS, or a parser, for models that write calls in text: calls are then
+                read from the text, and their results come as a user message. None: the server reads all calls.
+            tools_in_prompt: with a parser, describe the tools in the system prompt. False: the server's chat template
+                does, and what is read from the text is what the server could not read, to say what is wrong with it.
 
         Raises: ValueError: a penalty is negative or for something that does not exist; no parser has this name.
         """
@@ -96,6 +99,7 @@ class ToolEnv:
         self._start, self._score, self._system, self._nudge = start, score, system, nudge
         self._penalties = _checked_penalties(penalties)
         self._parser = tool_parser(parser) if parser is not None else None
+        self._tools_in_prompt = tools_in_prompt
         self._turn = 0
         self._rewards: dict[str, float] = {}
 
@@ -129,7 +133,7 @@ class ToolEnv:
         first = await self.start(task, seed)
         shown = Observation(first) if isinstance(first, str) else first
         system, specs = shown.system or self._system, self.tools.specs
-        if self._parser is not None and specs:
+        if self._parser is not None and self._tools_in_prompt and specs:
             described = self._parser.render_tools(specs)
             system, specs = f"{system}\n\n{described}" if system else described, ()
         return msgspec.structs.replace(shown, system=system, tools=shown.tools or specs)

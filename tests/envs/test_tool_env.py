@@ -220,6 +220,16 @@ async def test_calls_written_as_text_are_described_read_and_answered_as_text():
     assert '{"code":42}' in both.observation.text
 
 
+async def test_calls_that_the_server_could_not_read_are_reported_beside_those_it_could():
+    env = Vault(parser="hermes", tools_in_prompt=False)
+    first = await env.reset(TASK, 0)
+    assert ([t.name for t in first.tools], first.system) == (["look", "enter"], "")
+    step = await env.step(Action('<tool_call>{"name": "look"}</tool_call>', (call("look", place="desk"),)))
+    assert [r.text for r in step.observation.results] == ['{"code":42}']
+    assert "a call must have arguments: got none" in step.observation.text
+    assert step.state == {"problems": ["malformed"]}
+
+
 async def test_an_unknown_parser_is_refused():
     with pytest.raises(ValueError, match="hermes, json, shopping"):
         ToolEnv([], parser="yaml")
