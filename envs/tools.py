@@ -86,7 +86,7 @@ class Tool:
         max_concurrent: int = MAX_CONCURRENT,
         max_chars: int = MAX_CHARS,
     ) -> "Tool":
-        """Make a tool of a function: async ones run in the loop, others in threads. Costs about 0.1 ms: make tools once.
+        """Make a tool of a function: async ones run in the loop, others in threads. Costs about 0.1 ms, so do it once.
 
         The docstring's first part describes the tool, its section `Args:` or `Annotated[..., msgspec.Meta(
         description=...)]` the parameters, and parameters with defaults are optional.
