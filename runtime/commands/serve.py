@@ -28,6 +28,7 @@ def add(commands: Commands) -> None:
     )
     serve.add_argument("--model-name", default="policy", help="what clients call the model (default: %(default)s)")
     serve.add_argument("--policy-version", type=int, default=0, help="version of the weights (default: %(default)s)")
+    serve.add_argument("--critic", type=Path, help="folder of a model with a value head, for guidance and /pooling")
     serve.add_argument("--max-running", type=int, default=128, help="sequences decoded together (default: %(default)s)")
     serve.add_argument("--max-waiting", type=int, default=8192, help="sequences that may wait (default: %(default)s)")
     serve.set_defaults(run=_serve)
@@ -36,7 +37,7 @@ def add(commands: Commands) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     # Late: --help and the other commands need no torch.
     from turngate.runtime.engine.config import EngineConfig
-    from turngate.runtime.engine.server import load_model, serve
+    from turngate.runtime.engine.server import load_critic, load_model, serve
 
     config = EngineConfig(
         host=arguments.host,
@@ -46,6 +47,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         policy_version=arguments.policy_version,
         max_running=arguments.max_running,
         max_waiting=arguments.max_waiting,
+        critic=None if arguments.critic is None else str(arguments.critic),
     )
     if config.api_key is None and config.host not in ("127.0.0.1", "localhost", "::1"):
         print(
@@ -53,7 +55,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     _check_folder(arguments.model_folder)
-    model, tokenizer = load_model(arguments.model_folder)
+    (model, tokenizer), critic = load_model(arguments.model_folder), load_critic(config)
 
     def announce(port: int) -> None:
         print(f"serving {config.model_name} at http://{config.host}:{port}/v1", flush=True)
@@ -62,7 +64,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await serve(model, tokenizer, config, stop, on_ready=announce)
+        await serve(model, tokenizer, config, stop, critic=critic, on_ready=announce)
 
     asyncio.run(run())
     return 0

@@ -14,6 +14,7 @@ from turngate.runtime.engine.model_thread import ModelThread
 from turngate.runtime.engine.protocol import (
     ChatRequest,
     CompletionRequest,
+    PoolingRequest,
     SamplingFields,
     decode_request,
     token_id_prompts,
@@ -25,6 +26,8 @@ from turngate.runtime.engine.replies import (
     ChatReply,
     CompletionChoice,
     CompletionReply,
+    Pooled,
+    PoolingReply,
     chat_logprobs,
     completion_logprobs,
     implied_space,
@@ -32,7 +35,7 @@ from turngate.runtime.engine.replies import (
     tool_call_parts,
     usage_of,
 )
-from turngate.runtime.engine.request import Finished, Request
+from turngate.runtime.engine.request import Finished, Request, TokenGuidance
 from turngate.runtime.engine.streaming import ChatStream, CompletionStream, Envelope, send_stream
 from turngate.runtime.engine.tokenizer import StreamDecoder, Tokenizer
 from turngate.runtime.errors import ConfigError
@@ -44,6 +47,7 @@ _TEXT_TOKENS = 16
 """OpenAI's default length of text completions; chat completions have none."""
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_POOLING = msgspec.json.Decoder(PoolingRequest)
 _ENCODER = msgspec.json.Encoder()
 
 AskT = TypeVar("AskT", ChatRequest, CompletionRequest)
@@ -97,9 +101,29 @@ class Completions:
             finished = await generation.finished()
         return _reply(self._completion_reply(ask, envelope, prompts, finished))
 
+    async def pool(self, http: web.Request) -> web.StreamResponse:
+        """POST /pooling: the value of the state after the last token of each input."""
+        ask = decode_request(_POOLING, await http.read())
+        self._check(ask)
+        inputs = [self._encode(entry, "input") for entry in token_id_prompts(ask.input, "input")]
+        self._check_room(len(inputs))
+        asked = [Request(prompt_ids=ids, max_tokens=0, value=True) for ids in inputs]
+        with Generation(self._thread, asked) as generation:
+            envelope = self._envelope("pool")
+            finished = await generation.finished()
+        reply = PoolingReply(
+            id=envelope.id,
+            created=envelope.created,
+            model=envelope.model,
+            data=[Pooled(index, [one.value]) for index, one in enumerate(finished) if one.value is not None],
+            usage=usage_of(inputs, finished, 1),
+            value_version=min(one.value_version for one in finished),
+        )
+        return web.Response(body=_ENCODER.encode(reply), headers=JSON_HEADERS)
+
     # From the wire to the batcher.
 
-    def _check(self, ask: SamplingFields) -> None:
+    def _check(self, ask: SamplingFields | PoolingRequest) -> None:
         if ask.model is not None and ask.model != self._model_name:
             raise RequestError(
                 f"model must be {self._model_name!r}: got {ask.model!r}; see /v1/models",
@@ -116,18 +140,18 @@ class Completions:
         except ConfigError as error:
             raise RequestError(str(error), param="messages") from None
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
+    def _encode(self, prompt: str | list[int], param: str = "prompt") -> list[int]:
         if isinstance(prompt, str):
             try:
                 prompt = self._tokenizer.encode(prompt)
             except ConfigError as error:
-                raise RequestError(str(error), param="prompt") from None
+                raise RequestError(str(error), param=param) from None
         if not prompt:
-            raise RequestError("prompt must hold at least one token: got none", param="prompt")
+            raise RequestError(f"{param} must hold at least one token: got none", param=param)
         if min(prompt) < 0 or max(prompt) >= len(self._tokenizer):
             raise RequestError(
-                f"prompt must hold ids in [0, {len(self._tokenizer)}): got {min(prompt)} to {max(prompt)}",
-                param="prompt",
+                f"{param} must hold ids in [0, {len(self._tokenizer)}): got {min(prompt)} to {max(prompt)}",
+                param=param,
             )
         return prompt
 
@@ -154,6 +178,10 @@ class Completions:
         echo = (
             isinstance(ask, CompletionRequest) and bool(ask.echo) and (ask.logprobs is not None or not ask.max_tokens)
         )
+        guided = ask.guidance
+        guidance = None
+        if guided is not None:
+            guidance = TokenGuidance(beta=guided.beta, top_k=guided.top_k, tail=guided.tail)
         return [
             Request(
                 prompt_ids=prompt,
@@ -166,6 +194,7 @@ class Completions:
                 top_logprobs=top_logprobs,
                 echo=echo,
                 stream=bool(ask.stream),
+                guidance=guidance,
             )
             for prompt, max_tokens in jobs
             for choice in range(n)
@@ -200,6 +229,7 @@ class Completions:
             usage=usage_of([prompt], finished, len(finished)),
             prompt_token_ids=prompt if ask.return_token_ids else OMIT,
             policy_version=max(one.policy_version for one in finished),
+            value_version=min(one.value_version for one in finished) if ask.guidance else OMIT,
         )
 
     def _chat_choice(self, ask: ChatRequest, envelope: Envelope, index: int, one: Finished) -> ChatChoice:
@@ -220,6 +250,7 @@ class Completions:
             finish_reason=finish_reason,
             token_ids=one.token_ids if ask.return_token_ids else OMIT,
             policy_versions=one.versions,
+            base_logprobs=one.base_logprobs if ask.guidance else OMIT,
         )
 
     def _completion_reply(
@@ -237,6 +268,7 @@ class Completions:
             usage=usage_of(prompts, finished, n),
             prompt_token_ids=prompts[0] if ask.return_token_ids and len(prompts) == 1 else OMIT,
             policy_version=max(one.policy_version for one in finished),
+            value_version=min(one.value_version for one in finished) if ask.guidance else OMIT,
         )
 
     def _completion_choice(
@@ -263,6 +295,7 @@ class Completions:
             token_ids=one.token_ids if ask.return_token_ids else OMIT,
             prompt_token_ids=prompt if ask.return_token_ids else OMIT,
             policy_versions=one.versions,
+            base_logprobs=one.base_logprobs if ask.guidance else OMIT,
         )
 
 

@@ -26,6 +26,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What clients call the model."""
     policy_version: int = 0
     """Version of the weights the engine starts with."""
+    critic: str | None = None
+    """Folder of a model with a value head, to read values off; None reads them off the served model's own head."""
+    value_kind: Literal["success", "scalar"] = "success"
+    """What the head puts out: the logit of a success probability, or the value itself."""
+    value_version: int = 0
+    """Version of the critic the engine starts with."""
     max_running: int = 128
     """Sequences decoded together."""
     max_waiting: int = 8192
@@ -46,7 +52,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be positive: got {getattr(self, name)}; leave it out for the default")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be in [0, 65535]: got {self.port}; 0 takes a free one")
-        if not 0 <= self.policy_version <= MAX_POLICY_VERSION:
-            raise ConfigError(f"policy_version must be in [0, {MAX_POLICY_VERSION}]: got {self.policy_version}")
+        for name in ("policy_version", "value_version"):
+            if not 0 <= getattr(self, name) <= MAX_POLICY_VERSION:
+                raise ConfigError(f"{name} must be in [0, {MAX_POLICY_VERSION}]: got {getattr(self, name)}")
+        if self.value_kind not in ("success", "scalar"):
+            raise ConfigError(f"value_kind must be success or scalar: got {self.value_kind!r}")
         if self.api_key == "":
             raise ConfigError("api_key must not be empty: got ''; use None to serve without one")

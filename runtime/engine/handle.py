@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -81,13 +82,17 @@ class Engine:
         max_waiting: int = 8192,
         on_update: Literal["recompute", "keep"] = "recompute",
         seed: int | None = None,
+        critic: Path | str | None = None,
+        value_kind: Literal["success", "scalar"] = "success",
+        value_version: int = 0,
         start_timeout_s: float = 60.0,
     ) -> "Engine":
         """Return an engine that runs while its `async with` block does.
 
         Args: model: a model folder, or a model with its `tokenizer`. mode: `process` keeps decoding off this process;
             `thread` decodes in a thread of it, for tests and small experiments. policy_version: of the weights it
-            starts with. port: 0 takes a free one. seed: root of the streams of requests without a seed.
+            starts with. port: 0 takes a free one. seed: root of the streams of requests without a seed. critic: folder
+            of a model with a value head, which guides tokens and answers `/pooling`.
             The other settings are explained at EngineConfig.
         Raises: ConfigError: a setting cannot work; the model itself is checked on entry.
         """
@@ -105,6 +110,9 @@ class Engine:
             max_waiting=max_waiting,
             on_update=on_update,
             seed=seed,
+            critic=None if critic is None else os.path.abspath(critic),
+            value_kind=value_kind,
+            value_version=value_version,
         )
         return cls(model, tokenizer, config, mode, start_timeout_s)
 
@@ -185,7 +193,7 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def _run_thread(self) -> AsyncGenerator[int]:
-        from turngate.runtime.engine.server import EngineServer, load_model
+        from turngate.runtime.engine.server import EngineServer, load_critic, load_model
 
         if isinstance(self._model, (Path, str)):
             model, tokenizer = await asyncio.to_thread(load_model, Path(self._model))
@@ -193,7 +201,8 @@ class Engine:
             assert self._tokenizer is not None
             # A copy: weight updates would otherwise change the caller's model, and training it would change ours.
             model, tokenizer = copy.deepcopy(self._model), self._tokenizer
-        async with EngineServer(model, tokenizer, self._config) as server, self._watching(server.failed):
+        critic = await asyncio.to_thread(load_critic, self._config)
+        async with EngineServer(model, tokenizer, self._config, critic) as server, self._watching(server.failed):
             yield server.port
 
     async def _start_process(self) -> int:

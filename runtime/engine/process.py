@@ -196,15 +196,15 @@ def main(start: dict[str, object]) -> NoReturn:
 
 async def _serve(folder: Path, config: EngineConfig, answer: IO[bytes]) -> None:
     # Imported here: the parent needs neither torch nor the server.
-    from turngate.runtime.engine.server import load_model, serve
+    from turngate.runtime.engine.server import load_critic, load_model, serve
 
     stop = asyncio.Event()
     _stop_at_end_of_input(asyncio.get_running_loop(), stop)
-    model, tokenizer = load_model(folder)
+    (model, tokenizer), critic = load_model(folder), load_critic(config)
     # What is loaded stays; collections during decoding need not look at it, and rarely need to run at all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    await serve(model, tokenizer, config, stop, on_ready=lambda port: _answer(answer, _Ready(port=port)))
+    await serve(model, tokenizer, config, stop, critic=critic, on_ready=lambda port: _answer(answer, _Ready(port=port)))
 
 
 def _answer(answer: IO[bytes], ready: _Ready) -> None:

@@ -22,8 +22,11 @@ __all__ = [
     "ChatToolCall",
     "CompletionRequest",
     "ContentPart",
+    "CriticRequest",
+    "GuidanceFields",
     "OfferedFunction",
     "OfferedTool",
+    "PoolingRequest",
     "SamplingFields",
     "StreamOptions",
     "WeightsRequest",
@@ -110,6 +113,30 @@ class ChatMessage(msgspec.Struct, frozen=True):
         return Message(role, content or "", calls, self.tool_call_id or "")
 
 
+class GuidanceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are guided; see `TokenGuidance`."""
+
+    beta: float
+    top_k: int = 8
+    tail: Literal["base", "zero"] = "base"
+
+
+class PoolingRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /pooling, as vLLM has it for reward models: the value after the last token of each input."""
+
+    input: str | list[str | int | list[int]]
+    """A text, several texts, one list of token ids, or several lists of token ids."""
+    model: str | None = None
+
+
+class CriticRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /admin/critic."""
+
+    path: str
+    """A safetensors file, or a folder holding model.safetensors, on the engine's machine."""
+    value_version: Annotated[int, msgspec.Meta(ge=0, le=MAX_POLICY_VERSION)]
+
+
 class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
     """What chat and text completions have in common."""
 
@@ -126,6 +153,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    guidance: GuidanceFields | None = None
+    """Ours: draw every token by the values of what it leads to."""
 
     # Known to other servers, not implemented here: refused unless they change nothing (see NEUTRAL).
     best_of: int | None = None
@@ -175,7 +204,7 @@ class WeightsRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 _ME = "this engine"
 
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, WeightsRequest)
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, CriticRequest, PoolingRequest, WeightsRequest)
 
 
 def decode_request(decoder: "msgspec.json.Decoder[RequestT]", body: bytes) -> RequestT:
@@ -189,7 +218,7 @@ def decode_request(decoder: "msgspec.json.Decoder[RequestT]", body: bytes) -> Re
     return request
 
 
-def token_id_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def token_id_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
     """Return the prompts of a text completion: one list entry per prompt, a text or token ids.
 
     Raises: RequestError: the list is empty or mixes texts, ids and lists of ids.
@@ -197,14 +226,14 @@ def token_id_prompts(prompt: str | list[str | int | list[int]]) -> list[str | li
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt must not be empty: expected a text or token ids, got []", param="prompt")
+        raise RequestError(f"{param} must not be empty: expected a text or token ids, got []", param=param)
     if all(isinstance(entry, int) for entry in prompt):
         return [[entry for entry in prompt if isinstance(entry, int)]]
     prompts: list[str | list[int]] = [entry for entry in prompt if not isinstance(entry, int)]
     if len(prompts) < len(prompt) or len({type(entry) for entry in prompts}) > 1:
         raise RequestError(
-            "prompt must be one kind of thing: expected texts, token ids or lists of token ids, got a mixture",
-            param="prompt",
+            f"{param} must be one kind of thing: expected texts, token ids or lists of token ids, got a mixture",
+            param=param,
         )
     return prompts
 

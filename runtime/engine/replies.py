@@ -19,6 +19,8 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionReply",
+    "Pooled",
+    "PoolingReply",
     "TokenLogprob",
     "Usage",
     "chat_logprobs",
@@ -74,6 +76,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     token_ids: Sequence[int] | Omitted = OMIT
     policy_versions: Sequence[int] | Omitted = OMIT
+    base_logprobs: Sequence[float] | Omitted = OMIT
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -95,6 +98,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Sequence[int] | Omitted = OMIT
     prompt_token_ids: Sequence[int] | Omitted = OMIT
     policy_versions: Sequence[int] | Omitted = OMIT
+    base_logprobs: Sequence[float] | Omitted = OMIT
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -123,6 +127,8 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | Omitted | None = OMIT
     prompt_token_ids: Sequence[int] | Omitted = OMIT
     policy_version: int
+    value_version: int | Omitted = OMIT
+    """With guidance: the critic's."""
 
 
 class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +142,28 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | Omitted | None = OMIT
     prompt_token_ids: Sequence[int] | Omitted = OMIT
     policy_version: int
+    value_version: int | Omitted = OMIT
+    """With guidance: the critic's."""
+
+
+class Pooled(msgspec.Struct, frozen=True):
+    """The value after one input."""
+
+    index: int
+    data: list[float]
+    object: str = "pooling"
+
+
+class PoolingReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of several inputs."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: Usage
+    value_version: int
+    object: str = "list"
 
 
 def chat_logprobs(

@@ -20,7 +20,7 @@ from turngate.runtime.engine.completions import Completions
 from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.model_thread import ModelThread
-from turngate.runtime.engine.protocol import WeightsRequest, decode_request
+from turngate.runtime.engine.protocol import CriticRequest, WeightsRequest, decode_request
 from turngate.runtime.engine.replies import now_s
 from turngate.runtime.engine.request import BatcherConfig
 from turngate.runtime.engine.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from turngate.runtime.openai_api.refusals import (
 )
 from turngate.runtime.transport import raise_file_limit
 
-__all__ = ["EngineServer", "load_model", "serve"]
+__all__ = ["EngineServer", "load_critic", "load_model", "serve"]
 
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -46,6 +46,7 @@ _SWITCH_INTERVAL_S = 0.0005
 _LAST_WORDS_S = 0.5
 """A broken engine stays up this long, so that clients hear why instead of losing their connections."""
 _WEIGHTS = msgspec.json.Decoder(WeightsRequest)
+_CRITIC = msgspec.json.Decoder(CriticRequest)
 
 
 def load_model(folder: Path) -> tuple[PolicyModel, Tokenizer]:
@@ -59,6 +60,16 @@ def load_model(folder: Path) -> tuple[PolicyModel, Tokenizer]:
         raise ConfigError(str(error)) from error
 
 
+def load_critic(config: EngineConfig) -> PolicyModel | None:
+    """Read the critic's folder, None when there is none. Raises: ConfigError: it cannot be read."""
+    if config.critic is None:
+        return None
+    try:
+        return PolicyModel.load(Path(config.critic))
+    except PublishError as error:
+        raise ConfigError(str(error)) from error
+
+
 class EngineServer:
     """Serves one model while its `async with` block runs, on the running event loop and one model thread."""
 
@@ -66,10 +77,12 @@ class EngineServer:
     port: int  # where it listens; known after entry
     _requests: "Counter[tuple[str, int]]"  # answered, by path and status
 
-    def __init__(self, model: PolicyModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        """Prepare to serve. The server owns `model` from now on: weight updates change it.
+    def __init__(
+        self, model: PolicyModel, tokenizer: Tokenizer, config: EngineConfig, critic: PolicyModel | None = None
+    ) -> None:
+        """Prepare to serve. The server owns `model` and `critic` from now on: weight updates change them.
 
-        Raises: ConfigError: model and tokenizer do not fit each other.
+        Raises: ConfigError: model, tokenizer and critic do not fit each other.
         """
         self._config = config
         self._model = model
@@ -78,7 +91,15 @@ class EngineServer:
         )
         if config.seed is not None:
             batching = msgspec.structs.replace(batching, seed=config.seed)
-        batcher = Batcher(model, tokenizer, batching, policy_version=config.policy_version)
+        batcher = Batcher(
+            model,
+            tokenizer,
+            batching,
+            policy_version=config.policy_version,
+            critic=critic,
+            value_kind=config.value_kind,
+            value_version=config.value_version,
+        )
         self._thread = ModelThread(batcher)
         self._completions = Completions(
             self._thread,
@@ -89,12 +110,17 @@ class EngineServer:
         )
         self._created = now_s()
         self._updates = WeightUpdates(self._thread, model, config.policy_version)
+        self._critic_updates: WeightUpdates | None = None
+        if critic is not None:
+            self._critic_updates = WeightUpdates(
+                self._thread, critic, config.value_version, swap=Batcher.swap_critic, field="value_version"
+            )
         self._key = config.api_key.encode() if config.api_key else None
         self._requests = Counter()
         self.port = 0
 
     def __repr__(self) -> str:
-        version = self._updates.policy_version
+        version = self._updates.version
         return f"<EngineServer {self._config.model_name}, port {self.port}, version {version}, {self._thread!r}>"
 
     async def __aenter__(self) -> "EngineServer":
@@ -149,7 +175,9 @@ class EngineServer:
             ("GET", "/v1/models/{model}", self._one_model),
             ("POST", "/v1/chat/completions", self._completions.chat),
             ("POST", "/v1/completions", self._completions.complete),
+            ("POST", "/pooling", self._completions.pool),
             ("POST", "/admin/weights", self._weights),
+            ("POST", "/admin/critic", self._critic),
         ]
 
     # The door: every request passes here.
@@ -226,7 +254,13 @@ class EngineServer:
         }
 
     async def _health(self, http: web.Request) -> web.StreamResponse:
-        told = {"status": "ok", "policy_version": self._updates.policy_version, "model": self._config.model_name}
+        told: dict[str, Any] = {
+            "status": "ok",
+            "policy_version": self._updates.version,
+            "model": self._config.model_name,
+        }
+        if self._critic_updates is not None:
+            told["value_version"] = self._critic_updates.version
         if self._thread.failure:
             return _json({**told, "status": "failed", "error": self._thread.failure}, status=503)
         return _json({**told, "statistics": await self.statistics()})
@@ -254,11 +288,18 @@ class EngineServer:
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _weights(self, http: web.Request) -> web.StreamResponse:
-        # A web page can make a browser post plain text to loopback, but not JSON.
-        if http.content_type != "application/json":
-            raise RequestError(f"weights must be posted as application/json: got {http.content_type}", status=415)
+        _require_json(http)
         ask = decode_request(_WEIGHTS, await http.read())
         return _json({"policy_version": await self._updates.take(Path(ask.path), ask.policy_version)})
+
+    async def _critic(self, http: web.Request) -> web.StreamResponse:
+        _require_json(http)
+        ask = decode_request(_CRITIC, await http.read())
+        if self._critic_updates is None:
+            raise RequestError(
+                "the engine must have a critic to take weights for one: start it with critic=...", status=404
+            )
+        return _json({"value_version": await self._critic_updates.take(Path(ask.path), ask.value_version)})
 
 
 async def serve(
@@ -267,13 +308,14 @@ async def serve(
     config: EngineConfig,
     stop: asyncio.Event,
     *,
+    critic: PolicyModel | None = None,
     on_ready: Callable[[int], None],
 ) -> None:
     """Serve until `stop` is set; `on_ready` is told the port. Cancelled: the server is stopped first.
 
     Raises: ConfigError: it cannot start. EndpointError: the engine broke, after its clients have been told.
     """
-    async with EngineServer(model, tokenizer, config) as server:
+    async with EngineServer(model, tokenizer, config, critic) as server:
         on_ready(server.port)
         failed, stopped = asyncio.create_task(server.failed()), asyncio.create_task(stop.wait())
         try:
@@ -284,6 +326,12 @@ async def serve(
         finally:
             failed.cancel()
             stopped.cancel()
+
+
+def _require_json(http: web.Request) -> None:
+    # A web page can make a browser post plain text to loopback, but not JSON.
+    if http.content_type != "application/json":
+        raise RequestError(f"weights must be posted as application/json: got {http.content_type}", status=415)
 
 
 def _json(told: dict[str, Any], *, status: int = 200) -> web.Response:

@@ -121,6 +121,7 @@ class ChatStream:
             logprobs=logprobs,
             token_ids=report.token_ids if self._ask.return_token_ids else OMIT,
             policy_versions=report.versions,
+            base_logprobs=report.base_logprobs if self._ask.guidance else OMIT,
         )
         return self._chunk([choice])
 
@@ -197,6 +198,7 @@ class CompletionStream:
             token_ids=report.token_ids if self._ask.return_token_ids else OMIT,
             prompt_token_ids=prompt_ids,
             policy_versions=report.versions,
+            base_logprobs=report.base_logprobs if self._ask.guidance else OMIT,
         )
         return self._chunk([choice])
 

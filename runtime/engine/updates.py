@@ -1,8 +1,10 @@
-"""Weight updates in flight: one at a time, whole or not at all, between two decode steps."""
+"""Updates of weights in flight: one at a time, whole or not at all, between two decode steps."""
 
 import asyncio
 import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -16,31 +18,47 @@ from turngate.runtime.openai_api.refusals import RequestError
 __all__ = ["WeightUpdates"]
 
 
+Swap: TypeAlias = Callable[[Batcher, Mapping[str, torch.Tensor], int], None]
+
+
 class WeightUpdates:
-    """Takes new weights into service. Versions only grow; the served one may be published again as what it is."""
+    """Takes new weights of one model into service, the policy's or a critic's.
+
+    Versions only grow; the served one may be published again as what it is.
+    """
 
     # State.
-    policy_version: int  # of the weights that serve
+    version: int  # of the weights that serve
     done: int  # updates that changed the weights
     failed: int  # updates refused or broken; the weights stayed
 
-    def __init__(self, thread: ModelThread, model: PolicyModel, policy_version: int) -> None:
+    def __init__(
+        self,
+        thread: ModelThread,
+        model: PolicyModel,
+        version: int,
+        *,
+        swap: Swap = Batcher.swap_weights,
+        field: str = "policy_version",
+    ) -> None:
+        """Hold the parts; `swap` puts new weights into the batcher, `field` is what requests call the version."""
         self._thread = thread
+        self._swap_in, self._field = swap, field
         self._model = model
         self._trial = copy.deepcopy(model)  # new weights prove themselves here, where a failure breaks nothing
         self._one_at_a_time = asyncio.Lock()
         self._tasks: set[asyncio.Task[int]] = set()
-        self.policy_version = policy_version
+        self.version = version
         self.done = 0
         self.failed = 0
 
-    async def take(self, path: Path, policy_version: int) -> int:
+    async def take(self, path: Path, version: int) -> int:
         """Serve the file (or the weights in the folder) `path` from the next step on and return its version.
 
         Cancelled: the update runs to its end unheard, so versions and weights cannot come apart.
         Raises: RequestError: the old version keeps serving.
         """
-        task = asyncio.create_task(self._take(path, policy_version))
+        task = asyncio.create_task(self._take(path, version))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
@@ -50,10 +68,10 @@ class WeightUpdates:
         if not task.cancelled():
             task.exception()  # read, so that asyncio does not complain when nobody waited for it
 
-    async def _take(self, path: Path, policy_version: int) -> int:
+    async def _take(self, path: Path, version: int) -> int:
         async with self._one_at_a_time:
             try:
-                return await self._swap(path, policy_version)
+                return await self._swap(path, version)
             except BaseException as error:
                 self.failed += 1
                 if isinstance(error, PublishError):
@@ -62,19 +80,22 @@ class WeightUpdates:
                     raise server_error(error) from error
                 raise
 
-    async def _swap(self, path: Path, policy_version: int) -> int:
-        if policy_version < self.policy_version:
-            raise _conflict(f"must not go back: expected more than {self.policy_version}, got {policy_version}")
+    async def _swap(self, path: Path, version: int) -> int:
+        if version < self.version:
+            raise self._conflict(f"must not go back: expected more than {self.version}, got {version}")
         # Read whole and off the model thread; nothing that is swapped in is read from the disk again.
         state = await asyncio.to_thread(self._try, path)
-        if policy_version > self.policy_version:
-            await self._thread.call(lambda batcher: batcher.swap_weights(state, policy_version))
-            self.policy_version = policy_version
+        if version > self.version:
+            await self._thread.call(lambda batcher: self._swap_in(batcher, state, version))
+            self.version = version
             self.done += 1
         # A retry whose first reply was lost comes here.
         elif not await self._thread.call(lambda batcher: self._is_served(batcher, state)):
-            raise _conflict(f"must be new: {policy_version} is served with other weights; publish under a new one")
-        return self.policy_version
+            raise self._conflict(f"must be new: {version} is served with other weights; publish under a new one")
+        return self.version
+
+    def _conflict(self, what: str) -> RequestError:
+        return RequestError(f"{self._field} {what}", status=409, param=self._field, code=f"{self._field}_conflict")
 
     def _try(self, path: Path) -> dict[str, torch.Tensor]:
         """Return weights that fit the model and work. Raises: PublishError: they do not."""
@@ -93,7 +114,3 @@ class WeightUpdates:
 
 def _is_equal(served: torch.Tensor, given: torch.Tensor) -> bool:
     return served.shape == given.shape and torch.equal(served, given.to(served))
-
-
-def _conflict(what: str) -> RequestError:
-    return RequestError(f"policy_version {what}", status=409, param="policy_version", code="policy_version_conflict")

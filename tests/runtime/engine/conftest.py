@@ -14,7 +14,9 @@ from turngate.runtime.engine.tokenizer import Tokenizer
 class FakeBatcher:
     """Keeps the batcher's contract without a model: every step gives every sequence the next token of its script."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, config: BatcherConfig | None = None, *, policy_version=0):
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, config: BatcherConfig | None = None, *, policy_version=0, **values: Any
+    ):
         self.tokenizer = tokenizer
         self.config = config or BatcherConfig()
         self.policy_version = policy_version
@@ -38,6 +40,8 @@ class FakeBatcher:
         self.requests.append(request)
         self.running[len(self.requests)] = request, []
         return len(self.requests)
+
+    def swap_critic(self, state: Mapping[str, Any], value_version: int) -> None: ...
 
     def cancel(self, sequence_id: int) -> bool:
         self.cancelled.append(sequence_id)

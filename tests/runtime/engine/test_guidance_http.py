@@ -1,0 +1,137 @@
+"""Guidance and values over HTTP, and critics that are replaced in flight."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from turngate.runtime.engine import Engine
+from turngate.runtime.engine.config import EngineConfig
+from turngate.runtime.engine.model import PolicyModel
+from turngate.runtime.engine.server import EngineServer
+from turngate.runtime.errors import ConfigError
+
+
+def with_head(model, seed):
+    config = PolicyModel(model.config).config
+    critic = PolicyModel(
+        type(config)(**{f: getattr(config, f) for f in config.__struct_fields__} | {"value_head": True})
+    )
+    critic.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        critic.value_head.weight.normal_(generator=torch.Generator().manual_seed(seed))
+    return critic
+
+
+@pytest.fixture
+def critic(tiny_model):
+    return with_head(tiny_model, 1)
+
+
+@pytest.fixture
+async def server(tiny_model, critic, tokenizer):
+    config = EngineConfig(seed=0, value_version=3)
+    async with EngineServer(copy.deepcopy(tiny_model), tokenizer, config, copy.deepcopy(critic)) as server:
+        yield server
+
+
+async def post(http, server, path, body):
+    async with http.post(f"http://127.0.0.1:{server.port}{path}", json=body) as reply:
+        return reply.status, await reply.json()
+
+
+CHAT = {"messages": [{"role": "user", "content": "buy"}], "max_tokens": 6, "seed": 1, "return_token_ids": True}
+
+
+async def test_a_guided_chat_tells_both_log_probs_and_the_critics_version(http, server):
+    body = {**CHAT, "logprobs": True, "guidance": {"beta": 5.0, "top_k": 4, "tail": "zero"}}
+    status, told = await post(http, server, "/v1/chat/completions", body)
+    choice = told["choices"][0]
+    assert (status, told["value_version"]) == (200, 3)
+    guided = [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert len(guided) == len(choice["base_logprobs"]) == len(choice["token_ids"])
+    assert guided != pytest.approx(choice["base_logprobs"], abs=1e-3)
+
+
+async def test_plain_replies_say_nothing_of_guidance(http, server):
+    _, told = await post(http, server, "/v1/chat/completions", CHAT)
+    assert "value_version" not in told
+    assert "base_logprobs" not in told["choices"][0]
+
+
+async def test_streams_carry_the_base_log_probs(http, server):
+    body = {**CHAT, "stream": True, "logprobs": True, "guidance": {"beta": 5.0}}
+    async with http.post(f"http://127.0.0.1:{server.port}/v1/chat/completions", json=body) as reply:
+        lines = [line[6:] for line in (await reply.text()).splitlines() if line.startswith("data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    base = [value for choice in choices for value in choice.get("base_logprobs", [])]
+    ids = [value for choice in choices for value in choice.get("token_ids", [])]
+    assert len(base) == len(ids) > 0
+
+
+async def test_pooling_gives_the_value_of_every_input(http, server, tokenizer):
+    ids = tokenizer.encode("buy the red one")
+    status, told = await post(http, server, "/pooling", {"input": [ids, ids[:2]]})
+    assert (status, told["object"], told["value_version"]) == (200, "list", 3)
+    both = [entry["data"][0] for entry in told["data"]]
+    _, single = await post(http, server, "/pooling", {"input": ids, "model": "policy"})
+    _, text = await post(http, server, "/pooling", {"input": "buy the red one"})
+    assert single["data"][0]["data"][0] == text["data"][0]["data"][0] == pytest.approx(both[0], abs=1e-6)
+    assert all(0 < value < 1 for value in both)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/pooling", {"input": []}, 400, "input"),
+        ("/pooling", {"input": [10**6]}, 400, "input"),
+        ("/pooling", {"input": "x", "model": "other"}, 404, "model"),
+        ("/pooling", {}, 400, "input"),
+        ("/v1/chat/completions", {**CHAT, "guidance": {"beta": -1}}, 400, "guidance"),
+        ("/v1/chat/completions", {**CHAT, "guidance": {"beta": 1, "topk": 3}}, 400, "guidance"),
+        ("/v1/chat/completions", {**CHAT, "guidance": {"beta": 1, "tail": "fat"}}, 400, "guidance.tail"),
+        ("/v1/chat/completions", {**CHAT, "temperature": 0, "guidance": {"beta": 1}}, 400, "guidance"),
+    ],
+)
+async def test_nonsense_is_refused_with_the_field_named(http, server, path, body, status, param):
+    got, told = await post(http, server, path, body)
+    assert (got, told["error"]["param"]) == (status, param)
+
+
+async def test_a_server_without_values_refuses_both(http, tiny_model, tokenizer):
+    async with EngineServer(copy.deepcopy(tiny_model), tokenizer, EngineConfig()) as server:
+        assert (await post(http, server, "/pooling", {"input": "buy"}))[0] == 400
+        status, told = await post(http, server, "/v1/chat/completions", {**CHAT, "guidance": {"beta": 1}})
+        assert (status, "no critic" in told["error"]["message"]) == (400, True)
+        assert (await post(http, server, "/admin/critic", {"path": "x", "value_version": 1}))[0] == 404
+
+
+async def test_a_new_critic_is_taken_in_flight_and_versions_only_grow(http, server, tiny_model, tokenizer, tmp_path):
+    ids = tokenizer.encode("buy the red one")
+    before = (await post(http, server, "/pooling", {"input": ids}))[1]["data"][0]["data"][0]
+    with_head(tiny_model, 2).save_weights(tmp_path / "critic.safetensors", value_head=True)
+    body = {"path": str(tmp_path / "critic.safetensors"), "value_version": 4}
+    assert await post(http, server, "/admin/critic", body) == (200, {"value_version": 4})
+    assert await post(http, server, "/admin/critic", body) == (200, {"value_version": 4})
+    _, told = await post(http, server, "/pooling", {"input": ids})
+    assert told["value_version"] == 4
+    assert told["data"][0]["data"][0] != pytest.approx(before, abs=1e-3)
+    assert (await post(http, server, "/admin/critic", {**body, "value_version": 3}))[0] == 409
+    async with http.get(f"http://127.0.0.1:{server.port}/health") as reply:
+        assert (await reply.json())["value_version"] == 4
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+async def test_an_engine_is_started_with_a_critic_folder(http, tiny_model, critic, tokenizer, tmp_path, mode):
+    critic.save(tmp_path / "critic")
+    async with Engine.start(tiny_model, tokenizer, critic=tmp_path / "critic", mode=mode) as engine:
+        async with http.post(f"{engine.url}/pooling", json={"input": "buy"}) as reply:
+            assert reply.status == 200
+
+
+async def test_a_critic_folder_without_a_value_head_is_refused(tiny_model, tokenizer, tmp_path):
+    tiny_model.save(tmp_path)
+    with pytest.raises(ConfigError, match="must have a value head"):
+        async with Engine.start(tiny_model, tokenizer, critic=tmp_path, mode="thread"):
+            pass
