@@ -12,7 +12,7 @@ from turngate.learners.episode_credit import GAEConfig
 from turngate.learners.filters import M2PO, OPSM, GeometricFilter
 from turngate.learners.grpo import GRPO
 from turngate.learners.hacking import HackingConfig
-from turngate.learners.huggingface import HuggingFaceModel
+from turngate.learners.huggingface import HuggingFaceModel, untie_folder
 from turngate.learners.lora import LoRA
 from turngate.learners.losses import Clip
 from turngate.learners.off_policy_choice import OffPolicy
@@ -43,4 +43,5 @@ __all__ = [
     "Schedule",
     "StepGroups",
     "clone",
+    "untie_folder",
 ]

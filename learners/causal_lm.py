@@ -99,17 +99,17 @@ class CausalLM(nn.Module):
         check_temperature(temperature)
         packed = packed.to(self.device)
         with self._precision():
-            hidden_MH = self._hidden(packed)
-            logprobs_M, entropy_M = self._read(hidden_MH, packed.targets_M, temperature, with_entropy)
-        return Scores(logprobs_M.cpu(), None if entropy_M is None else entropy_M.cpu(), self._values(hidden_MH))
+            hidden_M = self._hidden(packed)
+            logprobs_M, entropy_M = self._read(hidden_M, packed.targets_M, temperature, with_entropy)
+        return Scores(logprobs_M.cpu(), None if entropy_M is None else entropy_M.cpu(), self._values(hidden_M))
 
     def values(self, packed: Packed) -> Tensor | None:
         """Return the value of the state before each scored token, (M,); None without a head. Makes no logits."""
         if self.value_head is None:
             return None
         with self._precision():
-            hidden_MH = self._hidden(packed.to(self.device))
-        return self._values(hidden_MH)
+            hidden_M = self._hidden(packed.to(self.device))
+        return self._values(hidden_M)
 
     @torch.no_grad()
     def canary(self) -> Canary:
@@ -163,7 +163,7 @@ class CausalLM(nn.Module):
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=self._is_bfloat16, cache_enabled=False)
 
     def _hidden(self, packed: Packed) -> Tensor:
-        """Return the trunk's final state at the asked positions, (M, H)."""
+        """Return the trunk's final state at the asked positions, shape (M, width)."""
         trunk = _trunk(self.lm)
         states: list[Tensor] = []
         for ids, (rows, length) in zip(
@@ -175,30 +175,30 @@ class CausalLM(nn.Module):
         return torch.cat(states)[packed.asked_M]
 
     def _read(
-        self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, with_entropy: bool
+        self, hidden_M: Tensor, targets_M: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs and entropies (M,), float32."""
         head = _head(self.lm)
 
-        def read(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-            logits_CV = head(inputs_embeds=hidden_CH[None], use_cache=False).logits[0].float()
-            logprobs_C = selected_logprobs(logits_CV, targets_C, temperature=temperature)
-            entropy_C = entropy_from_logits(logits_CV, temperature=temperature) if with_entropy else logprobs_C
-            return logprobs_C, entropy_C
+        def read(hidden_P: Tensor, targets_P: Tensor) -> tuple[Tensor, Tensor]:
+            logits_PV = head(inputs_embeds=hidden_P[None], use_cache=False).logits[0].float()
+            logprobs_P = selected_logprobs(logits_PV, targets_P, temperature=temperature)
+            entropy_P = entropy_from_logits(logits_PV, temperature=temperature) if with_entropy else logprobs_P
+            return logprobs_P, entropy_P
 
         rows = max(1, _LOGITS_PER_CHUNK // self.config.vocab_size)
-        chunks = list(zip(hidden_MH.split(rows), targets_M.split(rows), strict=True))
+        chunks = list(zip(hidden_M.split(rows), targets_M.split(rows), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
             made = [read(*chunk) for chunk in chunks]
         else:
             made = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-        logprobs_M = torch.cat([logprobs_C for logprobs_C, _ in made])
-        return logprobs_M, torch.cat([entropy_C for _, entropy_C in made]) if with_entropy else None
+        logprobs_M = torch.cat([logprobs_P for logprobs_P, _ in made])
+        return logprobs_M, torch.cat([entropy_P for _, entropy_P in made]) if with_entropy else None
 
-    def _values(self, hidden_MH: Tensor) -> Tensor | None:
+    def _values(self, hidden_M: Tensor) -> Tensor | None:
         if self.value_head is None:
             return None
-        values_M: Tensor = self.value_head(hidden_MH.float()).squeeze(-1)
+        values_M: Tensor = self.value_head(hidden_M.float()).squeeze(-1)
         return values_M.cpu()
 
 

@@ -131,12 +131,13 @@ def _read(spec: HuggingFaceModel, folder: Path, dtype: torch.dtype | str) -> Any
     if not (folder / "config.json").is_file():
         hint = "; it holds adapters: name their base and pass lora" if (folder / "adapter_config.json").exists() else ""
         raise ConfigError(f"model folder must hold a config.json: found none ({folder}){hint}")
+    offline = {"local_files_only": True, "trust_remote_code": False}
     options: dict[str, Any] = {} if spec.attention is None else {"attn_implementation": spec.attention}
     try:
         with quiet():
-            config = transformers.AutoConfig.from_pretrained(spec.path, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(spec.path, **offline)
             lm, found = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+                folder, config=config, dtype=dtype, output_loading_info=True, **offline, **options
             )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         kind = ConfigError if folder == spec.path else LearnerError
