@@ -85,7 +85,7 @@ def move_endpoint(endpoint: _Named, publisher: WeightPublisher, policy_version: 
                 f"an endpoint must name the model it asks for, to be moved to {model!r}: got {endpoint!r}; publish to "
                 "an Endpoint, or publish full weights"
             )
-        endpoint.model = model
+        setattr(endpoint, "model", model)  # noqa: B010 - not every endpoint has a name to move
 
 
 def check_in_flight(in_flight: str, can: tuple[InFlight, ...]) -> None:

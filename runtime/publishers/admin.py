@@ -49,9 +49,9 @@ class Admin:
         """
         return await self._call("POST", path, body, params)
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, *, params: Mapping[str, str] | None = None) -> bytes:
         """Return the body of a GET. Raises as `post` does."""
-        return await self._call("GET", path, None, None)
+        return await self._call("GET", path, None, params)
 
     def decode(self, body: bytes, kind: type[T], path: str) -> T:
         """Decode a reply. Raises: AdminRefused: it is another kind of server that answers there."""

@@ -87,5 +87,8 @@ class _EngineControl:
         except PublishError as error:
             raise PublishError(f"the engine must say what it serves: {error}") from error
 
+    async def is_exact(self) -> bool:
+        return True
+
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
         return await score_by_echo(self._admin, None, token_ids, timeout_s)

@@ -117,6 +117,9 @@ class _SGLangControl:
         version = self._admin.decode(told, _ModelInfo, "/get_model_info").weight_version or ""
         return int(version) if version.isdecimal() else 0
 
+    async def is_exact(self) -> bool:
+        return False  # it does not say
+
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
         body = {
             "input_ids": list(token_ids),

@@ -67,7 +67,7 @@ class VLLMPublisher(CheckedPublisher):
             check_in_flight(in_flight, ("continues", "pauses", "restarts"))
             base = Path(base_model).absolute()
             tied = is_tied(base)
-            control = VLLMReload(admin, base, folders, in_flight=in_flight, model=model)
+            control = VLLMReload(admin, base, folders, in_flight=in_flight, model=model, is_tied=tied)
         else:
             check_in_flight(in_flight, ("continues",))
             tied = False  # adapters do not touch the head, tied or not

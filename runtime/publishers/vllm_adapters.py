@@ -8,6 +8,7 @@ from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.publishers.admin import Admin, AdminError
 from turngate.runtime.publishers.folders import VersionFolders, adapter_folder
 from turngate.runtime.publishers.scoring import score_by_echo, served_models
+from turngate.runtime.publishers.vllm_info import read_info
 from turngate.runtime.weights import InFlight
 
 __all__ = ["VLLMAdapters"]
@@ -80,6 +81,10 @@ class VLLMAdapters:
     async def served_version(self) -> int:
         """Return the newest version that is loaded, 0 when there is none."""
         return max(await self._loaded(), default=0)
+
+    async def is_exact(self) -> bool:
+        """Whether the server computes in float32, as far as it says."""
+        return (await read_info(self._admin)).dtype == "float32"
 
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
         """Return log-probs under the newest adapter, of the base model before the first."""

@@ -11,6 +11,7 @@ from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.publishers.admin import Admin, AdminError
 from turngate.runtime.publishers.folders import VersionFolders, check_tensors, model_folder
 from turngate.runtime.publishers.scoring import score_by_echo
+from turngate.runtime.publishers.vllm_info import read_info
 from turngate.runtime.weights import InFlight
 
 __all__ = ["VLLMReload"]
@@ -38,7 +39,14 @@ class VLLMReload:
     # Changed by serve(), keep() and undo(): _serving, _before, _is_broken.
 
     def __init__(
-        self, admin: Admin, base_model: Path, folders: VersionFolders, *, in_flight: InFlight, model: str | None
+        self,
+        admin: Admin,
+        base_model: Path,
+        folders: VersionFolders,
+        *,
+        in_flight: InFlight,
+        model: str | None,
+        is_tied: bool,
     ) -> None:
         """Prepare; the server is taken to serve `base_model` until something else was published."""
         if _PAUSE_MODES.get(in_flight) is None:
@@ -49,6 +57,7 @@ class VLLMReload:
         self._base_model = base_model
         self._folders = folders
         self._served_name = model
+        self._is_tied = is_tied
         self._serving = self._before = base_model
         self._is_broken = False
 
@@ -89,6 +98,11 @@ class VLLMReload:
         version = self._admin.decode(told, _WeightInfo, "/weight_info").weight_version or ""
         return int(version) if version.isdecimal() else 0
 
+    async def is_exact(self) -> bool:
+        """Whether the server computes in float32, or ties its head on a CPU, where old heads have stayed."""
+        info = await read_info(self._admin)
+        return info.dtype == "float32" or (self._is_tied and info.device == "cpu")
+
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
         """Return log-probs under what serves now."""
         return await score_by_echo(self._admin, self._served_name, token_ids, timeout_s)
@@ -104,10 +118,9 @@ class VLLMReload:
             await self._admin.post("/resume")
         except BaseException as error:
             # A cancellation too: a server that stays paused would hold every request for ever.
-            with anyio.move_on_after(_CLEAN_UP_S, shield=True) as scope:
+            state = "what the server serves is not known, and it may be paused: POST /resume"
+            with anyio.move_on_after(_CLEAN_UP_S, shield=True):
                 state = await self._clean_up(error, loaded)
-            if scope.cancelled_caught:
-                state = "what the server serves is not known, and it may be paused: POST /resume"
             if isinstance(error, PublishError):
                 raise type(error)(f"{error}; {state}") from error
             raise

@@ -102,6 +102,9 @@ class FakeVLLM(_WeightServer):
         """Serve the model in a folder under a name."""
         super().__init__(base_model, keeps_weights=keeps_weights)
         self.name = name
+        self.dtype, self.device = "bfloat16", "cuda"
+        self.keeps_cache = False
+        """Whether asking it to drop cached prefixes fails, as it does while requests hold them."""
         self.adapters: dict[str, Canary] = {}
 
     def _routes(self) -> list[tuple[str, str, Handler]]:
@@ -112,6 +115,7 @@ class FakeVLLM(_WeightServer):
             ("POST", "/reset_prefix_cache", self._reset),
             ("POST", "/update_weight_version", self._set_version),
             ("GET", "/weight_info", self._version),
+            ("GET", "/server_info", self._info),
             ("GET", "/v1/models", self._models),
             ("POST", "/v1/completions", self._completions),
             ("POST", "/v1/load_lora_adapter", self._load_adapter),
@@ -133,8 +137,9 @@ class FakeVLLM(_WeightServer):
         return web.json_response({"results": [None]})
 
     async def _reset(self, request: web.Request) -> web.Response:
-        self.cached = None
-        return web.json_response({"success": True})
+        if not self.keeps_cache:
+            self.cached = None
+        return web.json_response({"success": not self.keeps_cache})
 
     async def _set_version(self, request: web.Request) -> web.Response:
         self.weight_version = (await request.json())["new_version"]
@@ -142,6 +147,11 @@ class FakeVLLM(_WeightServer):
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        assert request.query["config_format"] == "json"
+        model, device = {"dtype": f"torch.{self.dtype}"}, {"device_type": self.device}
+        return web.json_response({"vllm_config": {"model_config": model, "device_config": device}})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in (self.name, *self.adapters)]})

@@ -116,10 +116,10 @@ async def test_each_version_can_be_a_whole_model_folder(tmp_path, base_model):
     folder = FolderPublisher(tmp_path / "policies", wait_until_served=_served, keep=1, base_model=base_model)
     for version in (1, 2, 2):
         await folder.publish(new, version)
-    latest = folder.latest()
-    assert latest == (tmp_path / "policies" / "policy-00000002", 2)
-    assert {file.name for file in latest[0].iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
-    assert (latest[0] / "model.safetensors").read_bytes() == new.read_bytes()
+    latest = tmp_path / "policies" / "policy-00000002"
+    assert folder.latest() == (latest, 2)
+    assert {file.name for file in latest.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert (latest / "model.safetensors").read_bytes() == new.read_bytes()
     assert {file.name for file in (tmp_path / "policies").iterdir()} == {"latest.json", "policy-00000002"}
 
 

@@ -30,7 +30,7 @@ async def test_weights_are_loaded_between_pause_and_resume_and_then_checked(serv
     assert await publisher.served_version() == 0
     server.calls.clear()
     await publisher.publish(weights(1), 1)
-    assert server.calls == [*SWITCH, "/v1/models", "/v1/completions"]
+    assert server.calls == [*SWITCH, "/server_info", "/v1/models", "/v1/completions"]
     assert server.loaded == canary(1)
     assert await publisher.served_version() == 1
     assert publisher.model is None
@@ -162,6 +162,32 @@ async def test_the_tolerance_follows_the_first_agreement(server, publisher, weig
     server.keeps_weights = True
     with pytest.raises(PublishRefused, match=r"within 0\.001"):
         await publisher.publish(weights(0), 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "tied", "tolerance"),
+    [
+        ("float32", "cuda", False, 1e-3),
+        ("bfloat16", "cuda", True, 0.2),
+        ("bfloat16", "cpu", False, 0.2),
+        ("bfloat16", "cpu", True, 1e-3),
+    ],
+)
+async def test_agreement_must_be_close_where_noise_would_hide_a_fault(
+    server, base_model, weights, dtype, device, tied, tolerance
+):
+    (base_model / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    server.dtype, server.device, server.keeps_weights = dtype, device, True
+    publisher = VLLMPublisher(server.url, base_model=base_model)
+    with pytest.raises(PublishRefused, match=f"within {tolerance}"):
+        await publisher.publish(weights(1), 1)
+    assert publisher.canary_tolerance == tolerance
+
+
+async def test_a_cache_that_is_not_dropped_is_no_publication(server, publisher, weights):
+    server.keeps_cache = True
+    with pytest.raises(PublishError, match="prefix cache must be empty"):
+        await publisher.publish(weights(1), 1)
 
 
 async def test_a_small_difference_is_put_down_to_precision(server, publisher, weights):
