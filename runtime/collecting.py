@@ -1,6 +1,7 @@
 """Episodes without a trainer: N of them against a server, each in a file as soon as it ends."""
 
 import asyncio
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -145,10 +146,12 @@ class _Collector:
                 group_id=planned.task.id,
             )
         except asyncio.CancelledError:
+            if anyio.current_effective_deadline() == -math.inf:
+                raise  # a scope around us wants it
             task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancelled us: something inside the episode let its own cancellation out.
+            while task is not None and task.cancelling():
+                task.uncancel()
+            # Nobody out here cancelled it: something inside the episode did, and the others are to go on.
             return Trajectory(
                 id=planned.id, task=planned.task, seed=planned.seed, end=End.env_error, error=_STRAY_CANCELLATION
             )

@@ -1,5 +1,6 @@
 import asyncio
 
+import anyio
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
@@ -65,16 +66,12 @@ async def test_a_stopped_collection_goes_on_to_the_same_episodes(tmp_path):
     path = tmp_path / "out.jsonl"
     for stop_after in (1, 5):
         done = asyncio.Event()
-        task = asyncio.create_task(
-            collect(
-                runtime(max_concurrent=2),
-                Say,
-                TASKS,
-                path,
-                samples=4,
-                on_episode=lambda t, n, of, limit=stop_after, done=done: n >= limit and done.set(),
-            )
-        )
+
+        def hear(trajectory, number, total, done=done, stop_after=stop_after):
+            if number >= stop_after:
+                done.set()
+
+        task = asyncio.create_task(collect(runtime(max_concurrent=2), Say, TASKS, path, samples=4, on_episode=hear))
         await done.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -130,15 +127,40 @@ async def test_a_dead_server_or_a_broken_environment_ends_the_collection(tmp_pat
     assert dead.slots.held == 0
 
 
-async def test_a_cancellation_that_comes_from_inside_an_episode_costs_that_episode_alone(tmp_path):
+@pytest.mark.parametrize("how", ["raises it", "cancels its task"])
+async def test_a_cancellation_that_comes_from_inside_an_episode_costs_that_episode_alone(tmp_path, how):
+    playing = set(asyncio.all_tasks())
+
     class Stray(Say):
         async def step(self, action: Action) -> Step:
-            if self.word == "b":
+            if self.word == "b" and how == "raises it":
                 raise asyncio.CancelledError
+            if self.word == "b":
+                for task in asyncio.all_tasks() - playing:
+                    task.cancel()
+                await asyncio.sleep(0)
             return await super().step(action)
 
     found = await collect(runtime(max_concurrent=1), Stray, TASKS, tmp_path / "out.jsonl")
     assert (found.episodes, found.failed, found.successes) == (3, 1, 2)
+
+
+async def test_a_scope_that_is_cancelled_ends_the_collection(tmp_path):
+    waiting = asyncio.Event()
+
+    class Slow(Say):
+        async def step(self, action: Action) -> Step:
+            waiting.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    played = runtime(max_concurrent=2)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(collect, played, Slow, TASKS, tmp_path / "out.jsonl")
+        await waiting.wait()
+        tg.cancel_scope.cancel()
+    assert played.slots.held == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 async def test_agents_with_loops_of_their_own_are_collected_as_environments_are(tmp_path):

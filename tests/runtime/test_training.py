@@ -15,6 +15,8 @@ import msgspec
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task, ToolSpec
+from turngate.runtime.capabilities import Capabilities, Finding
+from turngate.runtime.dialect import Dialect
 from turngate.runtime.errors import ConfigError, EndpointError, LearnerError, PublishError, PublishRefused
 from turngate.runtime.limits import Limits
 from turngate.runtime.run_folder import RunFolder
@@ -126,6 +128,21 @@ async def test_training_trains_every_batch_and_accounts_for_every_rollout(tmp_pa
     assert (config["train"]["updates"], config["env"], config["limits"]["max_turns"]) == (5, "Walk", 8)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "rollout_finished" for event in events) == report.ledger.drawn
+
+
+async def test_a_run_keeps_what_is_known_of_the_server_and_is_refused_where_it_cannot_train(tmp_path: Path) -> None:
+    served = Served()
+    served.dialect = Dialect()
+    served.capabilities = Capabilities(url="u", model="m", chat=Finding("yes", "said hi"))
+    with pytest.raises(ConfigError, match=r"training must be possible on this server: token ids must come back"):
+        await _train(served, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    good = {name: Finding("yes", "seen") for name in ("chat", "prompt_ids", "sampled_ids", "logprobs")}
+    served.capabilities = Capabilities(url="u", model="m", **good)
+    await _train(served, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["token_mode"] == "server"
+    assert config["capabilities"]["logprobs"] == {"verdict": "yes", "seen": "seen"}
 
 
 async def test_no_staleness_is_exactly_synchronous(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ def serve():
     stops, threads = [], []
 
     def start(**traits):
-        ready = Future()
+        ready: Future[Any] = Future()
 
         async def run():
             async with FakeServer(Traits(**traits)) as server:
