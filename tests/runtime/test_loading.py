@@ -103,6 +103,7 @@ def test_a_line_that_is_no_task_is_explained_with_its_number(tmp_path, line):
 def test_contexts_have_short_names():
     assert repr(load_context("full")) == repr(full())
     assert "3" in repr(load_context("last_turns:3"))
-    assert load_context("turngate.envs.arithmetic:ArithmeticEnv") == ArithmeticEnv
+    named: object = load_context("turngate.envs.arithmetic:ArithmeticEnv")
+    assert named is ArithmeticEnv
     with pytest.raises(ConfigError, match="last_turns:3"):
         load_context("last_turns:few")
