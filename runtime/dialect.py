@@ -39,6 +39,9 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: bool = True
     """`stop_token_ids` is known; with token_mode='tokens' alone, and only where the model's settings may lack them."""
 
+    guidance: bool = False
+    """`guidance` is known: the server draws tokens by the values of a critic. The embedded engine's is."""
+
     @property
     def asks_ids(self) -> bool:
         """Whether `return_token_ids` is sent. Id strings do without where the prompt is ours: servers that know both

@@ -33,6 +33,7 @@ from turngate.runtime.wire import (
     wire_messages,
     wire_tools,
 )
+from turngate.runtime.wire_guidance import asked_guidance, with_guided_tokens
 
 __all__ = ["ChatEndpoint", "Endpoint", "EndpointStatistics"]
 
@@ -217,12 +218,14 @@ class Endpoint:
             seed=seed if self.dialect.seed else None,
             stop=sampling.stop,
             tools=wire_tools(tools) if tools else (),
+            guidance=asked_guidance(sampling, self.dialect),
         )
         sent = self.policy_version
         body = await self._client.request("/chat/completions", _encode(request), timeout_s)
         try:
             reply = cast(ChatReply, decode_reply(body))
             completion = chat_completion(reply, sent, self.policy_version, self.newest_version())
+            completion = with_guided_tokens(completion, reply, sampling)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/chat/completions") from error
         self._count_tokens(reply)
@@ -241,6 +244,7 @@ class Endpoint:
         reply = await self._complete_text(prompt_token_ids, sampling, seed=seed, echo=False, timeout_s=timeout_s)
         try:
             completion = text_completion(reply, prompt_token_ids, sent, self.policy_version, self.newest_version())
+            completion = with_guided_tokens(completion, reply, sampling)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/completions") from error
         self._count_tokens(reply)
@@ -285,6 +289,7 @@ class Endpoint:
             stop=sampling.stop,
             stop_token_ids=self.renderer.stop_token_ids if self.renderer and self.dialect.stop_token_ids else (),
             echo=echo,
+            guidance=asked_guidance(sampling, self.dialect),
         )
         body = await self._client.request("/completions", _encode(request), timeout_s)
         try:

@@ -102,7 +102,7 @@ class SessionSealed(SessionError):
 
 
 class SessionLimit(SessionError):
-    """The session's episode has reached one of its limits: it takes no more requests, but rewards until it is sealed."""
+    """The session's episode has reached a limit: it takes no more requests, but rewards until it is sealed."""
 
 
 class LearnerError(TurngateError, RuntimeError):

@@ -335,6 +335,8 @@ class _Episode:
             injected=sampled.is_injected,
             version_sent=completion.version_sent,
             version_received=completion.version_received,
+            guided_tokens=completion.guided_tokens,
+            decision=completion.decision,
             model_s=sampled.model_s,
             env_s=env_s,
             snapshot=sampled.snapshot,

@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,12 +21,16 @@ __all__ = [
     "NO_TURN",
     "NO_VERSION",
     "Batch",
+    "Candidate",
     "Completion",
+    "Decision",
     "Group",
+    "GuidedTokens",
     "Message",
     "RestartedFrom",
     "Sampling",
     "Segment",
+    "TokenGuidance",
     "Trajectory",
     "Turn",
     "UpdateReport",
@@ -47,6 +51,29 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
 
 
+class TokenGuidance(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens drawn from pi(w) exp(beta Q(w)), Q(w) being the value of the prefix with w behind it.
+
+    The server does it: the embedded engine, with a critic.
+    """
+
+    beta: float
+    """Weight of the values; 0 is the policy itself."""
+    top_k: int = 8
+    """Candidates whose values are looked up: the likeliest tokens of the policy."""
+    tail: Literal["base", "zero"] = "base"
+    """`base`: other tokens keep the value of the prefix, and so their support. `zero`: they are left out; what was
+    sampled so cannot be corrected for where the policy would have said something else."""
+
+    def __post_init__(self) -> None:
+        if not (self.beta >= 0 and math.isfinite(self.beta)):
+            raise ConfigError(f"beta must be finite and at least 0: got {self.beta} (TokenGuidance)")
+        if not self.top_k >= 1:
+            raise ConfigError(f"top_k must be 1 or more: got {self.top_k} (TokenGuidance)")
+        if self.tail not in ("base", "zero"):
+            raise ConfigError(f"tail must be base or zero: got {self.tail!r} (TokenGuidance)")
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How completions are drawn. The defaults sample the policy itself.
 
@@ -61,6 +88,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 64
     """Cap on generated tokens per turn."""
     stop: tuple[str, ...] = ()
+    guidance: TokenGuidance | None = None
+    """Values that a critic on the server gives every token a weight by; see `Guidance` for whole actions."""
 
     def __post_init__(self) -> None:
         # Written so that NaN fails: it is neither too small nor too large.
@@ -72,6 +101,72 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"top_k must be 0 or more: got {self.top_k} (Sampling); 0 keeps the whole vocabulary")
         if not self.max_tokens >= 1:
             raise ConfigError(f"max_tokens must be 1 or more: got {self.max_tokens} (Sampling)")
+
+
+class GuidedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What guidance did to a turn's tokens; their log-probs in the record are the guided ones."""
+
+    beta: float
+    top_k: int
+    tail: str
+    value_version: int
+    """Version of the critic."""
+    base_logprobs: bytes
+    """float32 log-probs under the policy itself, one per token of the turn."""
+
+    def base_values(self) -> "memoryview[float]":
+        """Log-probs under the policy as a view of floats; no copy."""
+        return memoryview(self.base_logprobs).cast("f")
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One action that a guided policy could have taken."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    token_ids: bytes = b""
+    """int32 ids as sampled."""
+    logprobs: bytes = b""
+    """float32 log-probs of the draw, one per token."""
+    q: float | None = None
+    """Its estimated value; None when there is none."""
+    weight: float
+    """Probability with which it was chosen."""
+
+    @property
+    def logprob(self) -> float:
+        """Log-prob of drawing the whole action: the sum over its tokens."""
+        return math.fsum(memoryview(self.logprobs).cast("f"))
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """How a guided policy chose among draws of the base policy."""
+
+    candidates: tuple[Candidate, ...]
+    """All draws in their order, duplicates included."""
+    chosen: int
+    beta: float
+    """As used; infinity, which JSON has not, is written as -1."""
+    floor: float = 0.0
+    log_selection: float
+    """log(N w) of the chosen draw: what choosing added to the log-prob of drawing it. 0 when nothing chose."""
+    source: str
+    """Name of what gave the values."""
+    value_version: int = 0
+    fallback: str = ""
+    """Why the first draw was taken and not the guided one; empty when guidance worked."""
+    seconds: float = 0.0
+    """Spent on values."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best draw was taken for certain: then no weight leads back to the base policy."""
+        return self.beta < 0 and self.floor == 0.0
+
+    @property
+    def distinct(self) -> int:
+        """Number of different actions among the draws."""
+        return len({(c.text, tuple((call.name, call.arguments) for call in c.tool_calls)) for c in self.candidates})
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -92,6 +187,10 @@ class Completion(msgspec.Struct, frozen=True):
     version_sent: int = 0
     version_received: int = 0
     """Published policy version as the client knew it when it sent the request and when the reply arrived."""
+    guided_tokens: GuidedTokens | None = None
+    """When the server guided the tokens: `logprobs` are then those of the guided distribution."""
+    decision: Decision | None = None
+    """When this draw was chosen among several: `logprobs` are those of drawing it."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +226,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: Snapshot | None = None
     """State before the action, when the rollout was asked to keep snapshots."""
     state: dict[str, Any] | None = None
+    guided_tokens: GuidedTokens | None = None
+    """When the server guided the action's tokens."""
+    decision: Decision | None = None
+    """When the action was chosen among several draws."""
 
     @property
     def reward(self) -> float:

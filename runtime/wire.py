@@ -1,7 +1,8 @@
 """The OpenAI-compatible wire format, as typed structs that name only the fields we need.
 
 Beyond the OpenAI API, as vLLM and the embedded engine have them: `return_token_ids` and `top_k` in requests,
-`token_ids` and `prompt_token_ids` in replies. Of the embedded engine alone: `policy_versions`, one per token.
+`token_ids` and `prompt_token_ids` in replies. Of the embedded engine alone: `policy_versions`, one per token, and with
+`guidance` the `base_logprobs` and the `value_version`.
 """
 
 import math
@@ -13,7 +14,7 @@ import msgspec
 from turngate.envs.base import ToolCall, ToolSpec
 from turngate.runtime.errors import MalformedReply
 from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId, parse_ids
-from turngate.runtime.types import Completion, Message
+from turngate.runtime.types import Completion, Message, TokenGuidance
 
 __all__ = [
     "ChatReply",
@@ -85,6 +86,7 @@ class ChatRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     tools: tuple[WireTool, ...] = ()
+    guidance: TokenGuidance | None = None
 
 
 class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -103,6 +105,7 @@ class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: Sequence[int] = ()
     echo: bool = False
+    guidance: TokenGuidance | None = None
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
@@ -132,6 +135,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     token_ids: list[TokenId] | None = None
     policy_versions: list[TokenId] | None = None
+    base_logprobs: list[Logprob] | None = None
 
 
 class Usage(msgspec.Struct):
@@ -148,6 +152,7 @@ class ChatReply(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     """Not decoded: it repeats what the turns before have shown, see `json_ids`."""
     usage: Usage | None = None
+    value_version: int = 0
 
 
 class TextLogprobs(msgspec.Struct):
@@ -166,6 +171,7 @@ class TextChoice(msgspec.Struct):
     logprobs: TextLogprobs | None = None
     token_ids: list[TokenId] | None = None
     policy_versions: list[TokenId] | None = None
+    base_logprobs: list[Logprob] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
@@ -176,6 +182,7 @@ class TextReply(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     """Of the only prompt; of several prompts each choice has its own."""
     usage: Usage | None = None
+    value_version: int = 0
 
 
 class _ErrorBody(msgspec.Struct):

@@ -35,11 +35,12 @@ from turngate.runtime.engine.replies import (
     tool_call_parts,
     usage_of,
 )
-from turngate.runtime.engine.request import Finished, Request, TokenGuidance
+from turngate.runtime.engine.request import Finished, Request
 from turngate.runtime.engine.streaming import ChatStream, CompletionStream, Envelope, send_stream
 from turngate.runtime.engine.tokenizer import StreamDecoder, Tokenizer
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.openai_api.refusals import JSON_HEADERS, RequestError
+from turngate.runtime.types import TokenGuidance
 
 __all__ = ["Completions"]
 
@@ -181,7 +182,10 @@ class Completions:
         guided = ask.guidance
         guidance = None
         if guided is not None:
-            guidance = TokenGuidance(beta=guided.beta, top_k=guided.top_k, tail=guided.tail)
+            try:
+                guidance = TokenGuidance(beta=guided.beta, top_k=guided.top_k, tail=guided.tail)
+            except ConfigError as error:
+                raise RequestError(str(error), param="guidance") from None
         return [
             Request(
                 prompt_ids=prompt,

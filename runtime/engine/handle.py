@@ -15,6 +15,7 @@ import aiohttp
 import anyio
 import msgspec
 
+from turngate.runtime.dialect import Dialect
 from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.engine.process import EngineProcess
 from turngate.runtime.engine.tokenizer import Tokenizer
@@ -158,6 +159,7 @@ class Engine:
                 self.url + "/v1",
                 model=self._config.model_name,
                 api_key=self._config.api_key,
+                dialect=Dialect(guidance=True),
                 policy_version=self._config.policy_version,
                 publisher=self.publisher,
             )

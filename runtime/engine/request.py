@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from turngate.runtime.types import TokenGuidance
+
 __all__ = [
     "BatcherConfig",
     "BatcherStatistics",
@@ -13,7 +15,6 @@ __all__ = [
     "Progress",
     "Rejection",
     "Request",
-    "TokenGuidance",
     "TopLogprobs",
 ]
 
@@ -48,20 +49,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Report the prompt's own log-probs; such a request does not read the prefix cache."""
     stream: bool = False
     """Report `Progress` after every step, not only `Finished`."""
-    guidance: "TokenGuidance | None" = None
+    guidance: TokenGuidance | None = None
     """Tilt every token towards what continues better, by the values of a critic or of the model's own value head."""
     value: bool = False
     """Report the value of the prompt; nothing is generated."""
-
-
-class TokenGuidance(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens drawn from pi(w) exp(beta Q(w)), Q(w) being the value of the prefix with w behind it."""
-
-    beta: float
-    top_k: int = 8
-    """Candidates whose values are looked up: the likeliest tokens of the base."""
-    tail: Literal["base", "zero"] = "base"
-    """Other tokens keep the value of the prefix, and so their support; or they are left out."""
 
 
 class Rejection(msgspec.Struct, frozen=True):

@@ -165,12 +165,6 @@ def _guidance_checks(request: Request, *, has_values: bool) -> tuple[tuple[str, 
         return checks
     return (
         *checks,
-        (
-            "guidance",
-            math.isfinite(guidance.beta) and guidance.beta >= 0,
-            f"must have a finite beta of at least 0: got {guidance.beta}; greedy guidance has no log-probs to train on",
-        ),
-        ("guidance", guidance.top_k >= 1, f"must have a top_k of at least 1: got {guidance.top_k}"),
         ("guidance", request.temperature > 0, "must come with a temperature above 0: greedy tokens are not drawn"),
         ("guidance", not request.echo, "must come without echo: the prompt is scored under the base"),
     )
