@@ -6,6 +6,7 @@ in whole for the first time. What nobody comes for is dropped when the session e
 """
 
 import asyncio
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -13,6 +14,9 @@ from turngate.runtime.gateway.sse import event_piece
 from turngate.runtime.openai_api.refusals import JSON_HEADERS, RequestError, error_body
 
 __all__ = ["Exchange", "Exchanges"]
+
+
+_log = logging.getLogger("turngate.gateway")
 
 
 class Exchange:
@@ -202,3 +206,9 @@ async def _run(work: Callable[[Exchange], Awaitable[None]], exchange: Exchange) 
         await work(exchange)
     except RequestError as problem:
         exchange.fail(problem)
+    except Exception:  # the boundary: a bug costs one request, not the gateway, and whoever waits is told
+        _log.exception("a request failed")
+        exchange.fail(RequestError("the gateway has a bug; see its log", status=500, kind="server_error"))
+    finally:
+        if not exchange.is_done:
+            exchange.fail(RequestError("the request was cancelled", status=503, kind="server_error"))

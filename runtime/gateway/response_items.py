@@ -182,7 +182,7 @@ class Translation:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         self._count += 1
         return named_piece(name, _encode({"type": name, "sequence_number": self._count - 1, **fields}))
 

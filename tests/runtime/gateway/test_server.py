@@ -322,6 +322,22 @@ async def test_what_a_gateway_holds_can_be_read():
     assert (statistics.sessions, statistics.in_flight, statistics.requests) == (0, 0, {f"{CHAT_PATH} 200": 1})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_costs_one_request_and_nobody_waits_for_ever(monkeypatch, caplog, stream):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    async with door_to() as door:
+        session = door.session()
+        with monkeypatch.context() as patch:
+            patch.setattr("turngate.runtime.gateway.turns.strip", broken)
+            status, told, _ = await door.post(CHAT_PATH, session.key, {**CHAT, "stream": stream})
+        assert (status, told["error"]["message"]) == (500, "the gateway has a bug; see its log")
+        assert "ZeroDivisionError" in caplog.text
+        assert (await door.post(CHAT_PATH, session.key))[0] == 200
+        assert session.turns == 1
+
+
 async def test_a_taken_port_is_a_config_error():
     async with door_to() as door:
         port = int(door.gateway.url.split(":")[2].split("/")[0])

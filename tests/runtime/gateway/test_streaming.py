@@ -17,7 +17,8 @@ STREAM = {**CHAT, "stream": True}
 async def test_chunks_go_to_the_agent_as_they_come_from_the_server():
     async with door_to("one two three") as door:
         session = door.session()
-        pieces, gate = [], asyncio.Semaphore(0)
+        pieces: list[str] = []
+        gate = asyncio.Semaphore(0)
         door.server.between_chunks = gate.acquire
         headers = {"Authorization": f"Bearer {session.key}"}
         async with door.http.post(f"{door.gateway.url}/chat/completions", json=STREAM, headers=headers) as reply:
