@@ -16,6 +16,7 @@ from turngate.runtime.dialect import Dialect
 from turngate.runtime.errors import ConfigError, MalformedReply
 from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.rendering import Renderer
+from turngate.runtime.resending import resend_aborted
 from turngate.runtime.retries import RetryingClient
 from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.transport import HttpTransport, Transport
@@ -220,10 +221,14 @@ class Endpoint:
             tools=wire_tools(tools) if tools else (),
             guidance=asked_guidance(sampling, self.dialect),
         )
+        body = _encode(request)
+        return await resend_aborted(lambda left_s: self._complete_chat(body, sampling, left_s), timeout_s)
+
+    async def _complete_chat(self, body: bytes, sampling: Sampling, timeout_s: float) -> Completion:
         sent = self.policy_version
-        body = await self._client.request("/chat/completions", _encode(request), timeout_s)
+        told = await self._client.request("/chat/completions", body, timeout_s)
         try:
-            reply = cast(ChatReply, decode_reply(body))
+            reply = cast(ChatReply, decode_reply(told))
             completion = chat_completion(reply, sent, self.policy_version, self.newest_version())
             completion = with_guided_tokens(completion, reply, sampling)
         except MalformedReply as error:
@@ -240,6 +245,11 @@ class Endpoint:
         timeout_s: float = 600.0,
     ) -> Completion:
         """Continue a prompt given as token ids. Raises as `complete` does."""
+        return await resend_aborted(lambda left_s: self._generate(prompt_token_ids, sampling, seed, left_s), timeout_s)
+
+    async def _generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, seed: int | None, timeout_s: float
+    ) -> Completion:
         sent = self.policy_version
         reply = await self._complete_text(prompt_token_ids, sampling, seed=seed, echo=False, timeout_s=timeout_s)
         try:
@@ -317,7 +327,7 @@ class Endpoint:
 
     def _malformed_reply(self, error: MalformedReply, path: str) -> MalformedReply:
         self._malformed += 1
-        return MalformedReply(f"{error} (POST {self.url}{path})")
+        return type(error)(f"{error} (POST {self.url}{path})")
 
     async def request(self, path: str, body: bytes, *, timeout_s: float = 600.0) -> bytes:
         """Post a JSON body below the URL and return the reply's, after the retries that could help.

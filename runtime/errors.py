@@ -7,6 +7,7 @@ TurngateError
 │   ├── EndpointRefused             the server said no (4xx): retrying cannot help
 │   │   └── ContextOverflow         because the prompt is longer than the model's context
 │   └── MalformedReply              the server answered, but not with what was asked for
+│       └── GenerationAborted       but gave up half-way: sending it again can help
 ├── EnvError        (RuntimeError)  the environment raised or hung
 ├── ToolError       (RuntimeError)  a tool raised or hung
 ├── GuidanceError   (ValueError)    values of actions from which nothing can be chosen
@@ -27,6 +28,7 @@ __all__ = [
     "EndpointRefused",
     "EndpointTimeout",
     "EnvError",
+    "GenerationAborted",
     "GuidanceError",
     "LearnerError",
     "MalformedReply",
@@ -79,6 +81,10 @@ class ContextOverflow(EndpointRefused):
 
 class MalformedReply(EndpointError):
     """The inference server answered, but the reply lacks or garbles what was asked for."""
+
+
+class GenerationAborted(MalformedReply):
+    """The inference server gave a generation up, as some do when their weights change; it can be sent again."""
 
 
 class EnvError(TurngateError, RuntimeError):

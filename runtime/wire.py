@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar, cast
 import msgspec
 
 from turngate.envs.base import ToolCall, ToolSpec
-from turngate.runtime.errors import MalformedReply
+from turngate.runtime.errors import GenerationAborted, MalformedReply
 from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId, parse_ids
 from turngate.runtime.types import Completion, Message, TokenGuidance
 
@@ -322,7 +322,8 @@ def check_finished(choice: ChatChoice | TextChoice) -> None:
     """Require that a choice came to an end of its own. Raises MalformedReply."""
     if choice.finish_reason in ("abort", "error"):
         # No sample of the policy: its end was not the model's, nor a length that we asked for.
-        raise MalformedReply(f"generation must finish: got {choice.finish_reason!r} (choices[0].finish_reason)")
+        kind = GenerationAborted if choice.finish_reason == "abort" else MalformedReply
+        raise kind(f"generation must finish: got {choice.finish_reason!r} (choices[0].finish_reason)")
 
 
 def _ids_of_strings(tokens: msgspec.Raw) -> list[int] | None:

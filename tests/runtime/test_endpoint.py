@@ -5,6 +5,7 @@ import gc
 import math
 from random import Random
 
+import msgspec
 import pytest
 
 from turngate.envs.base import ToolCall, ToolSpec
@@ -31,8 +32,6 @@ SAMPLING = Sampling(max_tokens=8)
 
 
 def good(path, request):
-    import msgspec
-
     return Reply(200, {}, msgspec.json.encode(fake_reply(request, "ok", policy_version=4)))
 
 
@@ -282,6 +281,26 @@ async def test_garbage_is_malformed_not_a_crash(body):
     async with HostileServer(raw(body)) as server, endpoint_at(server) as endpoint:
         with pytest.raises(MalformedReply, match="reply must be a completion object"):
             await endpoint.complete(ASK, SAMPLING)
+
+
+@pytest.mark.parametrize("aborts", [1, 8])
+async def test_a_generation_that_was_aborted_for_new_weights_is_sent_again_under_the_version_of_then(aborts):
+    answers = iter(range(aborts + 1))
+
+    def answer(path, request):
+        reply = fake_reply(request, "a")
+        reply["choices"][0].pop("policy_versions")  # as of servers that do not say
+        if next(answers) < aborts:
+            endpoint.policy_version += 1
+            reply["choices"][0]["finish_reason"] = "abort"
+        return Reply(200, {}, msgspec.json.encode(reply))
+
+    transport = FakeTransport(answer)
+    endpoint = Endpoint("http://x/v1", model="m", transport=transport)
+    completion = await endpoint.complete([Message("user", "hi")], Sampling())
+    assert (completion.version_sent, completion.version_received) == (aborts, aborts)
+    assert set(completion.versions) == {aborts}
+    assert len(transport.requests) == aborts + 1
 
 
 async def test_an_aborted_generation_is_an_error_not_a_completion():
