@@ -123,15 +123,16 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     def dialect(self, renderer: "Renderer | None" = None) -> Dialect:
         """Return how to ask this server for as much of the record as it can give."""
         mode = self.token_mode(has_renderer=renderer is not None)
-        returns_ids = (self.completion_ids if mode == "tokens" else self.sampled_ids).is_yes
+        # Strings where there is a choice: return_token_ids sends the whole prompt back with every reply.
+        by_strings = mode == "tokens" and self.id_strings.is_yes
         logprobs = self._logprobs_of(mode)
         needs_top = mode != "tokens" and self.plain_logprobs.verdict == "no"
         return Dialect(
             token_mode=mode,
             logprobs=logprobs.is_yes,
             top_logprobs=1 if logprobs.is_yes and needs_top else None,
-            return_token_ids=mode != "text" and returns_ids,
-            token_id_strings=mode == "tokens" and not returns_ids,
+            return_token_ids=mode != "text" and not by_strings,
+            token_id_strings=by_strings,
             top_k=self.top_k.is_yes,
             seed=self.seeds.verdict != "no",
         )

@@ -314,7 +314,7 @@ async def test_the_engine_answers_as_its_page_says(model_folder: Path) -> None:
 
 
 async def test_the_evaluation_of_the_readme_runs(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = next(block for block in python_blocks(ROOT / "README.md") if "Endpoint(" in block)
+    script = next(block for block in python_blocks(ROOT / "README.md") if "connect(" in block)
 
     async with Engine.start(model_folder, mode="thread", model_name="my-model") as engine:
         script = script.replace("http://127.0.0.1:8000", engine.url).replace("held_out_tasks(64", "held_out_tasks(2")

@@ -42,9 +42,7 @@ async def ask_completions(
     found["completion_ids"] = judge_ids(ids, "token_ids")
     if not found["id_prompts"].is_yes:
         return found, [answer]
-    strings = judge_strings(answer)
-    if strings.is_yes:
-        found["id_strings"] = strings
+    found["id_strings"] = judge_strings(answer)  # here they matter: chats without ids of the prompt cannot be used
     found["completion_logprobs"] = judge_logprobs(answer, ids)
     echo = {"model": model, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
     echoed = await asker.post(_PATH, echo)

@@ -42,8 +42,10 @@ def test_the_best_source_of_ids_is_chosen(findings, has_renderer, expected):
 def test_dialects_ask_for_what_the_server_knows():
     renderer = object()
     assert GOOD.dialect().return_token_ids
-    tokens = but(completion_ids=NO).dialect(renderer)
+    tokens = GOOD.dialect(renderer)
     assert (tokens.token_mode, tokens.return_token_ids, tokens.token_id_strings) == ("tokens", False, True)
+    tokens = but(id_strings=NO).dialect(renderer)
+    assert (tokens.token_mode, tokens.return_token_ids, tokens.token_id_strings) == ("tokens", True, False)
     assert but(plain_logprobs=NO).dialect().top_logprobs == 1
     assert but(plain_logprobs=NO).dialect(renderer).top_logprobs is None
     text = but(prompt_ids=NO, logprobs=NO, top_k=NO, seeds=NO).dialect()
