@@ -3,11 +3,12 @@
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from turngate.envs import Task
-from turngate.learners import GRPO, CloningConfig, clone
+from turngate.envs import End, Task
+from turngate.learners import GRPO, PPO, CloningConfig, GAEConfig, StepGroups, clone
 from turngate.runtime import Agent, Limits, Runtime, Session, train
 from turngate.runtime.engine import Engine
 from turngate.runtime.transcript import read_trajectories
@@ -64,3 +65,34 @@ async def test_training_logprobs_equal_behaviour_logprobs_however_the_agent_asks
         assert trajectory.turns[0].observation == "no"
         assert trajectory.token_mode == "server"
     assert len(runtime.sessions) == 0
+
+
+LEARNERS = {
+    "steps": lambda model: GRPO(model, off_policy="decoupled", credit=StepGroups(), score_truncations=True),
+    "critic": lambda model: PPO(model, off_policy="decoupled", credit=GAEConfig(level="bilevel")),
+}
+
+
+@pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS.keys())
+async def test_finer_credit_takes_scattered_turns_and_episodes_that_a_limit_cut_short(
+    model: Path, tmp_path: Path, learner: Any
+) -> None:
+    async with Engine.start(model) as engine:
+        runtime = Runtime(engine.endpoint, limits=Limits(max_turns=4))  # the agent's last request is one too many
+        report = await train(
+            runtime,
+            Agent(scattered),
+            TASKS,
+            learner=learner(model),
+            updates=2,
+            run_dir=tmp_path,
+            group_size=4,
+            groups_per_batch=4,
+            keep_trajectories_every=1,
+            worker="thread",
+        )
+    assert report.updates == 2
+    kept = list(read_trajectories(tmp_path / "trajectories" / "update-000002.jsonl"))
+    assert {trajectory.end for trajectory in kept} == {End.turn_limit}
+    asks_ahead = getattr(learner(model), "needs_last_context", False)
+    assert {trajectory.last_context_is_whole for trajectory in kept} == {asks_ahead}
