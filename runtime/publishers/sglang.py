@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import anyio
 import msgspec
@@ -18,6 +18,14 @@ __all__ = ["SGLangPublisher"]
 
 _CLEAN_UP_S = 60.0
 """For making the server serve again after a failure or a cancellation."""
+
+
+class _Version(NamedTuple):
+    """What a server can go back to."""
+
+    folder: Path
+    label: str
+    """As the server is told it."""
 
 
 class _Updated(msgspec.Struct):
@@ -90,7 +98,7 @@ class _SGLangControl:
         self._admin = admin
         self._base_model = base_model
         self._folders = folders
-        self._serving = self._before = base_model
+        self._serving = self._before = _Version(base_model, "0")
 
     def __repr__(self) -> str:
         return f"{self._admin.url}, SGLang"
@@ -98,19 +106,20 @@ class _SGLangControl:
     async def serve(self, path: Path, policy_version: int) -> None:
         await asyncio.to_thread(check_tensors, path, self._base_model)
         folder = await asyncio.to_thread(self._folders.add, path, policy_version, model_folder(self._base_model, path))
-        await self._switch(folder, str(policy_version))
-        self._before, self._serving = self._serving, folder
+        version = _Version(folder, str(policy_version))
+        await self._switch(version)
+        self._before, self._serving = self._serving, version
 
     async def keep(self) -> None:
-        await asyncio.to_thread(self._folders.keep_only, (self._serving, self._before))
+        await asyncio.to_thread(self._folders.keep_only, (self._serving.folder, self._before.folder))
 
     async def undo(self) -> str:
         try:
-            await self._switch(self._before, "undone")
+            await self._switch(self._before)
         except PublishError as error:
             return f"the weights before could not be put back, and what serves is not known: {error}"
         self._serving = self._before
-        return f"the weights before serve again ({self._before})"
+        return f"the weights before serve again ({self._before.folder})"
 
     async def served_version(self) -> int:
         told = await self._admin.get("/get_model_info")
@@ -135,24 +144,24 @@ class _SGLangControl:
             raise EndpointError(f"input_token_logprobs must cover the prompt: got {len(logprobs)} of {len(token_ids)}")
         return [logprob or 0.0 for logprob in logprobs]  # the first has no context, and is null
 
-    async def _switch(self, folder: Path, label: str) -> None:
+    async def _switch(self, version: _Version) -> None:
         """Load a folder. To keep requests alive they are retracted first, as only then may the cache be flushed."""
         if self.in_flight != "continues":
             # The server itself lets requests finish, and holds new ones back, unless told to abort them.
-            return await self._update(folder, label)
+            return await self._update(version)
         try:
             await self._admin.post("/pause_generation", {"mode": "retract"})
-            await self._update(folder, label)
+            await self._update(version)
         finally:
             # Although cancelled: a server that stays paused would hold every request for ever.
             with anyio.move_on_after(_CLEAN_UP_S, shield=True):
                 await self._admin.post("/continue_generation", {})
 
-    async def _update(self, folder: Path, label: str) -> None:
+    async def _update(self, version: _Version) -> None:
         body = {
-            "model_path": str(folder),
+            "model_path": str(version.folder),
             "abort_all_requests": self.in_flight == "restarts",
-            "weight_version": label,
+            "weight_version": version.label,
             "flush_cache": True,
         }
         try:
@@ -162,4 +171,4 @@ class _SGLangControl:
             raise type(error)(f"{error}; {state}", status=error.status) from error
         updated = self._admin.decode(told, _Updated, "/update_weights_from_disk")
         if not updated.success:
-            raise PublishRefused(f"the server must load {folder}: got {updated.message!r}")
+            raise PublishRefused(f"the server must load {version.folder}: got {updated.message!r}")

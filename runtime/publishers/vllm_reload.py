@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -19,6 +20,14 @@ __all__ = ["VLLMReload"]
 _PAUSE_MODES: dict[InFlight, str] = {"continues": "keep", "pauses": "wait", "restarts": "abort"}
 _CLEAN_UP_S = 60.0
 """For making the server serve again after a failure or a cancellation."""
+
+
+class _Version(NamedTuple):
+    """What a server can go back to."""
+
+    folder: Path
+    label: str
+    """As the server is told it."""
 
 
 class _Reset(msgspec.Struct):
@@ -58,7 +67,7 @@ class VLLMReload:
         self._folders = folders
         self._served_name = model
         self._is_tied = is_tied
-        self._serving = self._before = base_model
+        self._serving = self._before = _Version(base_model, "0")
         self._is_broken = False
 
     def __repr__(self) -> str:
@@ -71,21 +80,22 @@ class VLLMReload:
         """
         await asyncio.to_thread(check_tensors, path, self._base_model)
         folder = await asyncio.to_thread(self._folders.add, path, policy_version, model_folder(self._base_model, path))
-        await self._switch(folder, str(policy_version))
-        self._before, self._serving = self._serving, folder
+        version = _Version(folder, str(policy_version))
+        await self._switch(version)
+        self._before, self._serving = self._serving, version
 
     async def keep(self) -> None:
         """Forget all folders but what serves and what it replaced."""
-        await asyncio.to_thread(self._folders.keep_only, (self._serving, self._before))
+        await asyncio.to_thread(self._folders.keep_only, (self._serving.folder, self._before.folder))
 
     async def undo(self) -> str:
         """Load the weights before once more."""
         try:
-            await self._switch(self._before, "undone")
+            await self._switch(self._before)
         except PublishError as error:
             return f"the weights before could not be put back, and what serves is not known: {error}"
         self._serving = self._before
-        return f"the weights before serve again ({self._before})"
+        return f"the weights before serve again ({self._before.folder})"
 
     async def served_version(self) -> int:
         """Return the version that was set by the last publication since the server started, 0 when there was none."""
@@ -107,14 +117,14 @@ class VLLMReload:
         """Return log-probs under what serves now."""
         return await score_by_echo(self._admin, self._served_name, token_ids, timeout_s)
 
-    async def _switch(self, folder: Path, label: str) -> None:
+    async def _switch(self, version: _Version) -> None:
         loaded = False
         try:
             await self._pause()
-            await self._load(folder)
+            await self._load(version.folder)
             loaded = True
             await self._forget()
-            await self._label(label)
+            await self._label(version.label)
             await self._admin.post("/resume")
         except BaseException as error:
             # A cancellation too: a server that stays paused would hold every request for ever.
@@ -130,14 +140,14 @@ class VLLMReload:
         try:
             if isinstance(error, AdminError) and error.status and not loaded and self._is_loading:
                 # It answered that it could not: some layers may have their new weights by now, some not.
-                await self._load(self._serving)
+                await self._load(self._serving.folder)
             await self._forget()
             await self._admin.post("/resume")
         except PublishError as failure:
             return f"what the server serves is not known, and it may be paused: {failure}; restart it"
         if loaded or not isinstance(error, AdminError):
             return "the new weights may be serving under the old version's name"
-        return f"the old weights serve ({self._serving})"
+        return f"the old weights serve ({self._serving.folder})"
 
     async def _pause(self) -> None:
         self._is_loading = False

@@ -123,6 +123,7 @@ async def test_weights_that_had_no_effect_are_told_from_other_weights(server, pu
     server.keeps_weights = True
     with pytest.raises(PublishRefused, match="still answers like the weights before"):
         await publisher.publish(weights(2), 2)
+    assert await publisher.served_version() == 1  # undone, and labelled so
 
 
 async def test_going_back_that_fails_is_said(server, publisher, weights):
