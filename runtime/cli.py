@@ -4,12 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from turngate.runtime.commands import check, evaluate, rollout, serve
+from turngate.runtime.commands import check, evaluate, gateway, rollout, serve
 from turngate.runtime.errors import TurngateError
 
 __all__ = ["main"]
 
-_COMMANDS = (check, evaluate, rollout, serve)
+_COMMANDS = (check, evaluate, gateway, rollout, serve)
 """In the order of the help text."""
 
 

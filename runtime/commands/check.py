@@ -12,7 +12,7 @@ from turngate.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from turngate.runtime.rendering import Renderer
 
-__all__ = ["add", "add_server_arguments", "api_key_of", "renderer_of"]
+__all__ = ["add", "add_server_arguments", "api_key_of", "read_key", "renderer_of"]
 
 
 def add(commands: Commands) -> None:
@@ -28,9 +28,13 @@ def add(commands: Commands) -> None:
     check.set_defaults(run=_check)
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what commands that talk to a server have in common."""
-    parser.add_argument("url", help="the part before /chat/completions, e.g. http://127.0.0.1:8000/v1")
+def add_server_arguments(parser: argparse.ArgumentParser, *, url_option: str = "") -> None:
+    """Declare what commands that talk to a server have in common; its URL comes first, or as an option."""
+    help_text = "the part before /chat/completions, e.g. http://127.0.0.1:8000/v1"
+    if url_option:
+        parser.add_argument(url_option, dest="url", metavar="URL", required=True, help=f"the server: {help_text}")
+    else:
+        parser.add_argument("url", help=help_text)
     parser.add_argument("--model", help="what the server calls it (default: the first one it lists)")
     parser.add_argument(
         "--api-key-file",
@@ -55,12 +59,17 @@ def api_key_of(arguments: argparse.Namespace) -> str | None:
     file: Path | None = arguments.api_key_file
     if file is None:
         return os.environ.get("TURNGATE_API_KEY") or None
+    return read_key(file, "--api-key-file")
+
+
+def read_key(file: Path, option: str) -> str:
+    """Return the key in a file. Raises: ConfigError: it cannot be read, or holds something else."""
     try:
         key = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file must be readable: {error}") from error
+        raise ConfigError(f"{option} must be readable: {error}") from error
     if not key or not key.isprintable():
-        raise ConfigError(f"--api-key-file must hold one key in one line: got something else ({file})")
+        raise ConfigError(f"{option} must hold one key in one line: got something else ({file})")
     return key
 
 

@@ -51,6 +51,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("body_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0: got {getattr(self, name)} (GatewayConfig)")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be in [0, 65536): got {self.port} (GatewayConfig); 0 takes a free one")
         if self.admin_key is not None and not (self.admin_key.isascii() and self.admin_key.isprintable()):
             raise ConfigError("admin_key must be printable ASCII: it travels in a header (GatewayConfig)")
         if self.admin_key == "":

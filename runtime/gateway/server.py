@@ -133,6 +133,13 @@ class Gateway:
     ) -> None:
         await self.aclose()
 
+    def seal_sessions(self) -> int:
+        """Seal the sessions that have come to it, and return how many there were; for owners who end all at once."""
+        guests = list(self._guests)
+        for guest in guests:
+            guest.session.seal()
+        return len(guests)
+
     async def aclose(self) -> None:
         """Stop: requests under way are cancelled, and those that wait for them are told. Sessions stay open."""
         await self._guests.aclose()

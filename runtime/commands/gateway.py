@@ -1,0 +1,134 @@
+"""`turngate gateway --upstream URL`: a door for agents that bring their own loop, in front of any server."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turngate.runtime.commands import Commands
+from turngate.runtime.commands.check import add_server_arguments, api_key_of, read_key, renderer_of
+from turngate.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turngate.runtime.events import Events
+    from turngate.runtime.gateway import GatewayConfig
+
+__all__ = ["add"]
+
+_FILE = "trajectories.jsonl"
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    gateway = commands.add_parser(
+        "gateway",
+        help="let agents of any kind talk to a server, and record their episodes",
+        description="An OpenAI-compatible gateway: point an agent's base URL at it. Sessions are opened over HTTP with "
+        "the admin key, or, with --record, by the agents' own API keys: each key is an episode.",
+    )
+    add_server_arguments(gateway, url_option="--upstream")
+    gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    gateway.add_argument("--port", type=int, default=8100, help="port, 0 for a free one (default: %(default)s)")
+    gateway.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the gateway's own key, which opens sessions; a random one is made and printed without it",
+    )
+    gateway.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help=f"write every episode to DIR/{_FILE}, and let every API key be a session: any key, or with --key-file "
+        "that key or KEY.NAME",
+    )
+    gateway.add_argument("--idle", type=float, default=900.0, metavar="S", help="end of a silent session (%(default)s)")
+    gateway.add_argument("--deadline", type=float, default=3600.0, metavar="S", help="of a session (%(default)s)")
+    gateway.add_argument("--max-turns", type=int, default=1000, help="per session (default: %(default)s)")
+    gateway.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="pins how replies are drawn, whatever agents ask for; 1 makes episodes that can be trained on",
+    )
+    gateway.add_argument("--max-tokens", type=int, default=1024, help="where agents name no cap (default: %(default)s)")
+    gateway.add_argument("--agents-may-reward", action="store_true", help="a session's own key rewards and ends it")
+    gateway.set_defaults(run=_gateway)
+
+
+def _gateway(arguments: argparse.Namespace) -> int:
+    # Late: --help and the other commands need no server.
+    from turngate.runtime.gateway.config import LOOPBACK, GatewayConfig
+
+    record: Path | None = arguments.record
+    config = GatewayConfig(
+        host=arguments.host,
+        port=arguments.port,
+        admin_key=read_key(arguments.key_file, "--key-file") if arguments.key_file is not None else None,
+        agents_may_reward=arguments.agents_may_reward,
+        sessions_by_key=record is not None,
+        idle_timeout_s=arguments.idle,
+    )
+    if config.sessions_by_key and config.admin_key is None and config.host not in LOOPBACK:
+        print(
+            f"turngate: listening on {config.host} without --key-file: everybody who reaches it can use the model",
+            file=sys.stderr,
+        )
+    asyncio.run(_run(arguments, config, record))
+    return 0
+
+
+async def _run(arguments: argparse.Namespace, config: "GatewayConfig", record: Path | None) -> None:
+    from turngate.runtime.connect import connect
+    from turngate.runtime.events import Events
+    from turngate.runtime.gateway import Gateway
+    from turngate.runtime.limits import Limits
+    from turngate.runtime.session_table import SessionTable
+    from turngate.runtime.types import Sampling
+
+    events = Events()
+    if record is not None:
+        _write_episodes(record, events)
+    pinned = None
+    if arguments.temperature is not None:
+        pinned = Sampling(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
+    limits = Limits(max_turns=arguments.max_turns, rollout_timeout_s=arguments.deadline)
+    endpoint = await connect(
+        arguments.url,
+        model=arguments.model,
+        api_key=api_key_of(arguments),
+        renderer=renderer_of(arguments),
+        timeout_s=arguments.timeout,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with endpoint, Gateway(SessionTable(endpoint, limits=limits, sampling=pinned, events=events), config) as door:
+        mode = endpoint.dialect.token_mode
+        print(f"gateway to {endpoint.model} (token mode {mode!r}) at {door.url}", flush=True)
+        if config.admin_key is None:
+            print(f"admin key: {door.admin_key}", flush=True)
+        await stop.wait()
+        door.seal_sessions()
+
+
+def _write_episodes(folder: Path, events: "Events") -> None:
+    """Append every episode that has turns to the folder's file, as it ends. Raises: ConfigError: that cannot be."""
+    from turngate.runtime.events import RolloutFinished
+    from turngate.runtime.transcript import trajectory_json
+
+    file = folder / _FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"--record must be a folder that can be written to: {error}") from error
+
+    def write(finished: RolloutFinished) -> None:
+        if finished.trajectory.turns:
+            with file.open("ab") as opened:
+                opened.write(trajectory_json(finished.trajectory) + b"\n")
+
+    events.subscribe(RolloutFinished, write)

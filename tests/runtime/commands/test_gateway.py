@@ -1,0 +1,84 @@
+import contextlib
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import msgspec
+import pytest
+from openai import AuthenticationError, OpenAI
+
+from turngate.runtime import cli
+from turngate.runtime.transcript import read_trajectories
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@contextlib.contextmanager
+def gateway(*arguments):
+    """Run the command in a process of its own; yields its first lines' words, and stops it by a signal."""
+    start = "import sys; from turngate.runtime.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "gateway", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_every_api_key_is_an_episode_and_all_are_written_when_it_stops(serve, tmp_path):
+    with gateway("--upstream", serve().url, "--record", str(tmp_path / "runs"), "--temperature", "1") as process:
+        url = process.stdout.readline().split()[-1]
+        assert process.stdout.readline().startswith("admin key: ")
+        for key, turns in (("one", 2), ("two", 1)):
+            with OpenAI(base_url=url, api_key=key) as client:
+                for _ in range(turns):
+                    client.chat.completions.create(model="any", messages=HI, max_tokens=4)
+    trajectories = list(read_trajectories(tmp_path / "runs" / "trajectories.jsonl"))
+    assert sorted(len(trajectory.turns) for trajectory in trajectories) == [1, 2]
+    assert all(trajectory.trainable and trajectory.token_mode == "server" for trajectory in trajectories)
+
+
+def test_with_a_key_file_sessions_are_opened_by_its_key(serve, tmp_path):
+    (tmp_path / "key").write_text("the-key\n")
+    with gateway("--upstream", serve().url, "--key-file", str(tmp_path / "key")) as process:
+        url = process.stdout.readline().split()[-1]
+        request = urllib.request.Request(
+            f"{url}/sessions", b'{"task": "x"}', {"Authorization": "Bearer the-key", "Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            opened = msgspec.json.decode(reply.read())
+        with OpenAI(base_url=opened["base_url"], api_key=opened["key"], max_retries=0) as client:
+            assert client.chat.completions.create(model="any", messages=HI, max_tokens=4).choices
+            with pytest.raises(AuthenticationError, match="must carry the key of a session"):
+                client.with_options(api_key="other").chat.completions.create(model="any", messages=HI)
+
+
+def test_what_cannot_work_is_explained_without_a_traceback(serve, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    url = serve().url
+    for arguments, said in (
+        (["--upstream", url, "--port", "70000"], "port must be in"),
+        (["--upstream", url, "--key-file", str(tmp_path / "none")], "--key-file must be readable"),
+        (["--upstream", url, "--record", str(tmp_path / "file" / "x")], "--record must be a folder"),
+        (["--upstream", url, "--temperature", "-1"], "temperature must be"),
+        (["--upstream", "localhost:80"], "http://"),
+    ):
+        assert cli.main(["gateway", *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_listening_to_the_world_without_a_key_is_warned_about(capsys, monkeypatch, tmp_path):
+    async def nothing(*_):
+        pass
+
+    monkeypatch.setattr("turngate.runtime.commands.gateway._run", nothing)
+    (tmp_path / "key").write_text("k")
+    keyed = ["--key-file", str(tmp_path / "key")]
+    for host, more, is_warned in (("0.0.0.0", [], True), ("0.0.0.0", keyed, False), ("127.0.0.1", [], False)):
+        arguments = ["--upstream", "http://x/v1", "--record", str(tmp_path), "--host", host, *more]
+        assert cli.main(["gateway", *arguments]) == 0
+        assert ("without --key-file" in capsys.readouterr().err) == is_warned
