@@ -92,6 +92,11 @@ class EpisodeEnv:
                 "turn them off or give the environment snapshots"
             )
 
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the environment can be saved and restored."""
+        return isinstance(self._env, SnapshotEnv)
+
     async def reset(self, task: Task, seed: int) -> Observation:
         """Start an episode."""
         observation = await self._call("reset", cast(Env, self._env).reset, task, seed)

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -17,6 +17,7 @@ from turngate.runtime.episode_env import TIMEOUTS, EpisodeEnv, Waits
 from turngate.runtime.errors import ContextOverflow, EndpointError, EnvError, ToolError
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.foreign import ForeignCalls
+from turngate.runtime.guidance import DecisionPoint, Guidance
 from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
 from turngate.runtime.recorder import Recorder
@@ -48,6 +49,7 @@ async def run_rollout(
     last_contexts: bool = False,
     start: RestartPoint | None = None,
     injection: Injection | None = None,
+    guidance: Guidance | None = None,
     on_cancelled: Callable[[Trajectory], None] | None = None,
 ) -> Trajectory:
     """Play one episode of `task` and return it, however it ended.
@@ -64,6 +66,7 @@ async def run_rollout(
         start: state of an earlier episode of `task` to start from, instead of its beginning; its turns count towards
             `max_turns`, and luck is fresh. The environment must be a SnapshotEnv.
         injection: lets something else act in the model's place now and then.
+        guidance: chooses each action among several draws by their values.
     """
     episode = _Episode(
         task=task,
@@ -83,6 +86,7 @@ async def run_rollout(
         last_contexts=last_contexts,
         start=start,
         injection=injection,
+        guidance=guidance,
     )
     try:
         try:
@@ -128,12 +132,14 @@ class _Episode:
         last_contexts: bool,
         start: RestartPoint | None,
         injection: Injection | None,
+        guidance: Guidance | None,
     ) -> None:
         self._task, self._endpoint, self._limits, self._sampling = task, endpoint, limits, sampling
         self._context, self._seed, self._env_seed = context, seed, env_seed
         self._group_id, self._member, self._id = group_id, member, trajectory_id
         self._events, self._now, self._keep_snapshots = events, now, keep_snapshots
         self._last_contexts, self._start, self._injection = last_contexts, start, injection
+        self._guidance = guidance
         self._history = self._pending = self._end = None
         self._turns = []
         self._first_observation = ""
@@ -194,7 +200,7 @@ class _Episode:
             if injection is not None and injection.is_due(self._seed, turn, sum(t.injected for t in self._turns)):
                 sampled = await self._inject(injection, shown, turn)
             else:
-                sampled = await self._sample(shown, sampling, turn)
+                sampled = await self._sample(shown, sampling, turn, self._guidance)
                 if self._is_too_long(sampled.completion):
                     self._keep_last_context(sampled.completion)
                     return End.context_overflow
@@ -250,17 +256,35 @@ class _Episode:
             check_messages(shown, repr(self._context))
         return shown
 
-    async def _sample(self, shown: Sequence[Message], sampling: Sampling, turn: int) -> "_Sampled":
+    async def _sample(
+        self, shown: Sequence[Message], sampling: Sampling, turn: int, guidance: Guidance | None = None
+    ) -> "_Sampled":
         self._waits.wait_for("completion")
-        asked_s = self._now()
-        completion = await self._conversation.complete(
-            shown,
-            sampling,
-            seed=derive_seed(self._seed, "sampler", turn),
+        asked_s, seed = self._now(), derive_seed(self._seed, "sampler", turn)
+
+        def draw(seed: int) -> Awaitable[Completion]:
+            return self._conversation.complete(
+                shown, sampling, seed=seed, tools=self._tools, timeout_s=self._limits.request_timeout_s
+            )
+
+        if guidance is None:
+            return _Sampled(await draw(seed), self._now() - asked_s)
+        point = DecisionPoint(
+            messages=shown,
+            history=self._history.messages if self._history is not None else (),
             tools=self._tools,
-            timeout_s=self._limits.request_timeout_s,
+            task=self._task,
+            turn=turn,
+            seed=seed,
+            policy_version=self._endpoint.policy_version,
+            snapshot=self._snapshot_in_decision if self._env.has_snapshots else None,
         )
-        return _Sampled(completion, self._now() - asked_s)
+        return _Sampled(await guidance.choose(draw, point), self._now() - asked_s)
+
+    async def _snapshot_in_decision(self) -> Snapshot:
+        snapshot = await self._env.snapshot()
+        self._waits.wait_for("completion")  # the decision goes on, within the turn's time and not the tool's
+        return snapshot
 
     async def _look_ahead(self, end: End) -> None:
         """Learn what the model would be shown next, if the episode could go on and that is wanted and not yet known."""

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Literal
 
 import anyio
 
@@ -15,6 +16,7 @@ from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.evaluation import Evaluation, summarise_episodes
 from turngate.runtime.events import EvaluationFinished, Events
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
 from turngate.runtime.loopback import Loopback
@@ -46,11 +48,13 @@ class Runtime:
         max_concurrent: int = 128,
         events: Events | None = None,
         scorers: ScorerSet | Sequence[Scorer] = (),
+        guidance: Guidance | None = None,
     ) -> None:
         """Hold the parts; nothing runs until asked.
 
         Args: max_concurrent: live rollouts at most, over training and evaluation together. scorers: judge every
-            episode that did not fail, while it still holds its slot; evaluations are not judged.
+            episode that did not fail, while it still holds its slot; evaluations are not judged. guidance: chooses
+            every action, in training and evaluation, unless those are told otherwise.
         """
         self.endpoint = endpoint
         self.limits = limits or Limits()
@@ -58,6 +62,7 @@ class Runtime:
         self.context = context or full()
         self.slots = Slots(max_concurrent)
         self.events = events or Events()
+        self.guidance = guidance
         self.scorers = scorers if isinstance(scorers, ScorerSet) else ScorerSet(scorers)
         self._loopback = Loopback(self._open_gateway, request_timeout_s=self.limits.request_timeout_s)
         self.sessions = SessionTable(
@@ -113,11 +118,13 @@ class Runtime:
         last_contexts: bool = False,
         start: RestartPoint | None = None,
         injection: Injection | None = None,
+        guidance: Guidance | Literal["runtime"] | None = "runtime",
         score: bool = True,
     ) -> Trajectory:
         """Run one episode now, without waiting for a slot; failures of env or endpoint are on the trajectory.
 
         Args: as of `run_rollout`; an `Agent` has no snapshots to keep or to start from, and takes no injection.
+            guidance: `runtime` stands for the runtime's own, None for none.
             score: let the scorers judge the episode, if it did not fail.
         """
         if isinstance(env, Agent):
@@ -153,6 +160,7 @@ class Runtime:
                 last_contexts=last_contexts,
                 start=start,
                 injection=injection,
+                guidance=self.guidance if guidance == "runtime" else guidance,
             )
         if score and not trajectory.end.is_failure:
             trajectory = await self.scorers.score(trajectory, events=self.events)
@@ -164,6 +172,7 @@ class Runtime:
         tasks: Sequence[Task],
         *,
         sampling: Sampling | None = None,
+        guidance: Guidance | Literal["runtime"] | None = "runtime",
         seed: int = 0,
         name: str = "evaluation",
     ) -> Evaluation:
@@ -183,7 +192,13 @@ class Runtime:
                     id=f"eval.{index}", task=task, seed=seed, end=End.env_error, error=_STRAY_CANCELLATION
                 )
                 trajectories[index] = await self.rollout(
-                    env, task, seed=seed, trajectory_id=f"eval.{index}", sampling=sampling, score=False
+                    env,
+                    task,
+                    seed=seed,
+                    trajectory_id=f"eval.{index}",
+                    sampling=sampling,
+                    guidance=guidance,
+                    score=False,
                 )
 
         with single_errors():

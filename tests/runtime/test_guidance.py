@@ -1,0 +1,261 @@
+"""Choosing among draws, and what is recorded of it."""
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+
+import msgspec
+import pytest
+
+from turngate.runtime.errors import ConfigError, EndpointError
+from turngate.runtime.guidance import DecisionPoint, Guidance, QValues
+from turngate.runtime.selection import enumerated_probs, selection_probs
+from turngate.runtime.testing import run_virtual
+from turngate.runtime.types import Completion, Message, ToolCall, Turn
+
+PI = {"a": 0.6, "b": 0.3, "c": 0.1}
+Q = {"a": 0.2, "b": 0.5, "c": 0.9}
+
+
+def point(seed=1, **fields):
+    return DecisionPoint(messages=[Message("user", "go")], seed=seed, **fields)
+
+
+def completion(text):
+    return Completion(text, [ord(text[0])], [math.log(PI.get(text, 0.5))], [0], [1, 2])
+
+
+def draws(texts):
+    """Return a draw function that answers in order, whatever the seed."""
+    waiting = iter(texts)
+
+    async def draw(seed):
+        return completion(next(waiting))
+
+    return draw
+
+
+async def q_of(point, candidates):
+    return [Q[c.text] for c in candidates]
+
+
+def choose(texts, *, seed=1, q=q_of, **settings):
+    guidance = Guidance(q, draws=len(texts), **{"beta": 3.0, **settings})
+    return asyncio.run(guidance.choose(draws(texts), point(seed))), guidance
+
+
+def test_the_record_holds_every_draw_with_its_value_and_weight():
+    chosen, guidance = choose("abac")
+    decision = chosen.decision
+    assert [c.text for c in decision.candidates] == list("abac")
+    assert [c.q for c in decision.candidates] == [0.2, 0.5, 0.2, 0.9]
+    weights = selection_probs([0.2, 0.5, 0.2, 0.9], 3.0)
+    assert [c.weight for c in decision.candidates] == pytest.approx(weights)
+    assert decision.candidates[decision.chosen].text == chosen.text
+    assert decision.log_selection == pytest.approx(math.log(4 * weights[decision.chosen]))
+    assert (decision.source, decision.fallback, decision.distinct) == ("q_of", "", 3)
+    assert guidance.statistics().guided == 1
+
+
+def test_p12_over_all_draws_and_choices_the_marginal_is_the_formula_and_its_weight_leads_back_to_the_base():
+    guided, back = Counter(), Counter()
+    for drawn in itertools.product("abc", repeat=3):
+        chance = math.prod(PI[a] for a in drawn)
+        chosen, _ = choose(drawn)
+        for index, candidate in enumerate(chosen.decision.candidates):
+            guided[candidate.text] += chance * candidate.weight
+            back[candidate.text] += chance * candidate.weight / (3 * candidate.weight)
+            if index == chosen.decision.chosen:
+                assert math.exp(chosen.decision.log_selection) == pytest.approx(3 * candidate.weight)
+    expected = Counter()
+    for drawn in itertools.product("abc", repeat=3):
+        for action, weight in zip(drawn, selection_probs([Q[a] for a in drawn], 3.0), strict=True):
+            expected[action] += math.prod(PI[a] for a in drawn) * weight
+    assert {a: guided[a] for a in PI} == pytest.approx(expected)
+    assert {a: back[a] for a in PI} == pytest.approx(PI)
+
+
+def test_choices_over_many_seeds_follow_the_weights():
+    seen = Counter(choose("abac", seed=seed)[0].decision.chosen for seed in range(2000))
+    weights = selection_probs([0.2, 0.5, 0.2, 0.9], 3.0)
+    for index, weight in enumerate(weights):
+        assert seen[index] / 2000 == pytest.approx(weight, abs=4 * math.sqrt(weight * (1 - weight) / 2000))
+
+
+def test_beta_zero_draws_once_with_the_base_seed_and_records_no_decision():
+    seeds = []
+
+    async def draw(seed):
+        seeds.append(seed)
+        return completion("a")
+
+    chosen = asyncio.run(Guidance(q_of, beta=0.0, draws=8).choose(draw, point(77)))
+    assert (seeds, chosen) == ([77], completion("a"))
+
+
+def test_the_first_draw_has_the_base_seed_and_the_others_streams_of_their_own():
+    seeds = []
+
+    async def draw(seed):
+        seeds.append(seed)
+        return completion("a")
+
+    asyncio.run(Guidance(q_of, beta=1.0, draws=8).choose(draw, point(77)))
+    assert seeds[0] == 77
+    assert len(set(seeds)) == 8
+
+
+def test_a_schedule_sees_the_policy_version():
+    guidance = Guidance(q_of, beta=lambda version: version / 2, draws=2)
+    chosen = asyncio.run(guidance.choose(draws("ab"), point(policy_version=6)))
+    assert chosen.decision.beta == 3.0
+
+
+def test_a_kl_budget_lowers_beta():
+    chosen, _ = choose("abac", beta=1000.0, max_kl=0.1)
+    weights = [c.weight for c in chosen.decision.candidates]
+    assert sum(w * math.log(4 * w) for w in weights) == pytest.approx(0.1, abs=1e-9)
+    assert 0 < chosen.decision.beta < 1000
+
+
+def test_infinite_beta_takes_the_best_draw_and_says_so():
+    chosen, guidance = choose("abac", beta=math.inf)
+    assert chosen.text == "c"
+    assert chosen.decision.is_greedy
+    assert guidance.is_greedy
+    assert msgspec.json.decode(msgspec.json.encode(chosen.decision), type=type(chosen.decision)) == chosen.decision
+    floored, guidance = choose("abac", beta=math.inf, floor=0.2)
+    assert not floored.decision.is_greedy
+    assert not guidance.is_greedy
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ([0.1, math.nan, 0.2, 0.3], "values"),
+        ([0.1, math.inf, 0.2, 0.3], "values"),
+        ([-math.inf] * 4, "values"),
+        ([0.1, 0.2], "malformed"),
+        ("abcd", "error"),
+        (None, "error"),
+        (RuntimeError("no"), "error"),
+    ],
+)
+def test_where_values_fail_the_first_draw_is_taken_and_flagged(values, reason):
+    async def q(point, candidates):
+        if isinstance(values, Exception):
+            raise values
+        return values
+
+    chosen, guidance = choose("abac", q=q)
+    decision = chosen.decision
+    assert (chosen.text, decision.chosen, decision.log_selection) == ("a", 0, 0.0)
+    assert decision.fallback.startswith(reason)
+    assert guidance.statistics().fallbacks == {reason: 1}
+    assert len(decision.candidates) == 4
+
+
+def test_values_that_come_too_late_are_not_waited_for():
+    async def slow(point, candidates):
+        await asyncio.sleep(60)
+
+    async def play():
+        guidance = Guidance(slow, beta=1.0, draws=2, timeout_s=5.0)
+        started = asyncio.get_running_loop().time()
+        chosen = await guidance.choose(draws("ab"), point())
+        return chosen, asyncio.get_running_loop().time() - started
+
+    chosen, seconds = run_virtual(play())
+    assert (chosen.text, chosen.decision.fallback) == ("a", "timeout")
+    assert seconds == pytest.approx(5.0)
+
+
+def test_a_forbidden_draw_is_never_chosen():
+    async def q(point, candidates):
+        return QValues([-math.inf if c.text == "a" else 0.0 for c in candidates], version=9)
+
+    for seed in range(50):
+        chosen, _ = choose("aab", q=q, seed=seed, floor=0.5)
+        assert chosen.text == "b"
+    assert chosen.decision.value_version == 9
+    assert chosen.decision.candidates[0].q is None
+
+
+def test_a_failed_first_draw_fails_as_the_base_would_and_another_one_costs_the_guidance():
+    def failing(at):
+        calls = itertools.count()
+
+        async def draw(seed):
+            if next(calls) == at:
+                raise EndpointError("down")
+            return completion("a")
+
+        return draw
+
+    with pytest.raises(EndpointError, match="down"):
+        asyncio.run(Guidance(q_of, beta=1.0, draws=3).choose(failing(0), point()))
+    chosen = asyncio.run(Guidance(q_of, beta=1.0, draws=3).choose(failing(2), point()))
+    assert chosen.decision.fallback == "a draw failed"
+    assert len(chosen.decision.candidates) == 2
+
+
+def test_cancelling_a_decision_cancels_its_draws_and_its_values():
+    running = set()
+
+    async def draw(seed):
+        running.add(seed)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            running.discard(seed)
+
+    async def play():
+        task = asyncio.ensure_future(Guidance(q_of, beta=1.0, draws=4).choose(draw, point()))
+        await asyncio.sleep(1)
+        assert len(running) == 4
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not running
+
+    run_virtual(play())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"beta": -1.0}, {"beta": math.nan}, {"draws": 0}, {"floor": 1.5}, {"max_kl": -0.1}, {"timeout_s": 0.0}],
+)
+def test_settings_that_cannot_work_are_refused(settings):
+    with pytest.raises(ConfigError, match="Guidance"):
+        Guidance(q_of, **{"beta": 1.0, **settings})
+
+
+def test_tool_calls_of_equal_arguments_are_one_action_whatever_their_ids():
+    calls = [Completion("", [1], [-1.0], [0], [1], tool_calls=(ToolCall(str(i), "buy", "{}"),)) for i in range(3)]
+    waiting = iter(calls)
+
+    async def draw(seed):
+        return next(waiting)
+
+    async def q(point, candidates):
+        return [0.0] * len(candidates)
+
+    chosen = asyncio.run(Guidance(q, beta=1.0, draws=3).choose(draw, point()))
+    assert chosen.decision.distinct == 1
+
+
+def test_a_decision_is_written_and_read_with_its_turn():
+    chosen, _ = choose("ab")
+    turn = Turn(index=0, segment=0, start=0, length=1, text=chosen.text, decision=chosen.decision)
+    assert msgspec.json.decode(msgspec.json.encode(turn), type=Turn) == turn
+
+
+def test_guided_and_enumerated_agree_in_the_limit_of_many_draws():
+    drawn = "a" * 600 + "b" * 300 + "c" * 100
+    chosen, _ = choose(drawn)
+    total = Counter()
+    for candidate in chosen.decision.candidates:
+        total[candidate.text] += candidate.weight
+    target = enumerated_probs([math.log(p) for p in PI.values()], list(Q.values()), 3.0)
+    assert [total[a] for a in PI] == pytest.approx(target)
