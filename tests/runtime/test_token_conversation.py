@@ -139,6 +139,16 @@ async def test_several_answers_to_one_prompt_are_branches_of_which_the_shown_one
     assert repr(conversation) == "<TokenConversation 3 branches, the longest 6 messages>"
 
 
+@pytest.mark.parametrize("shown", [0, 1, 2])
+async def test_the_longest_chat_that_is_shown_goes_on(shown):
+    conversation, server, renderer = chat([PAIR, END], "a", "b", "c", "on")
+    root = [HI, said(await conversation.complete([HI], SAMPLING)), MORE]
+    answers = [said(await conversation.complete(root, SAMPLING)) for _ in range(3)]
+    await conversation.complete([*root, answers[shown], MORE], SAMPLING)
+    assert server.prompts[4] == [*server.prompts[1], *answers[shown].content.encode(), END, *render_ids([MORE])]
+    assert renderer.rendered[-1] == len(render_ids([MORE]))
+
+
 async def test_a_request_asked_again_is_asked_with_the_same_ids():
     conversation, server, renderer = chat([PAIR, END], "no", "yes", "so")
     first = said(await conversation.complete([HI], SAMPLING))
