@@ -8,6 +8,7 @@ says so.
 """
 
 import asyncio
+import logging
 import math
 import time
 from array import array
@@ -31,6 +32,11 @@ Beta: TypeAlias = float | Callable[[int], float]
 """Weight of the values, or a schedule of it by policy version."""
 Draw: TypeAlias = Callable[[int], Awaitable[Completion]]
 """Samples one action of the base policy with a seed."""
+
+
+_WARN_AFTER = 16
+"""Decisions without any guidance after which somebody should be told: single failures are in the records."""
+_log = logging.getLogger("turngate.guidance")
 
 
 class DecisionPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +247,10 @@ class Guidance:
         self._value_s += value_s
         if decision.fallback:
             self._fallbacks[decision.fallback.partition(":")[0]] += 1
+            if self._guided == 0 and self._fallbacks.total() == _WARN_AFTER:
+                _log.warning(
+                    f"no decision of the first {_WARN_AFTER} was guided, the base acts alone: {decision.fallback}"
+                )
             return
         self._guided += 1
         self._distinct += decision.distinct

@@ -1,0 +1,145 @@
+"""Values of actions from a server that scores token sequences: the embedded engine with a critic, or a reward model.
+
+Q(h, a) is the value of the finished prefix: everything the model saw, and the action behind it, as the very ids that
+were sampled; nothing is rendered or tokenised again.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from turngate.runtime.errors import GuidanceError, MalformedReply
+from turngate.runtime.guidance import DecisionPoint, QValues
+from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, ids_text
+from turngate.runtime.retries import RetryingClient
+from turngate.runtime.transport import HttpTransport, Transport
+from turngate.runtime.types import Completion
+
+__all__ = ["CriticQ"]
+
+
+class Served(Protocol):
+    """Something that runs at a URL, such as an `Engine`."""
+
+    url: str
+    """Root of the server; the OpenAI API is below /v1."""
+
+
+class _PoolingRequest(msgspec.Struct, omit_defaults=True):
+    input: list[msgspec.Raw]
+    model: str | None = None
+
+
+class _Pooled(msgspec.Struct):
+    index: int
+    data: list[float | list[float]]
+
+
+class _PoolingReply(msgspec.Struct):
+    data: list[_Pooled]
+    value_version: int = 0
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_PoolingReply).decode
+
+
+class CriticQ:
+    """Asks POST /pooling what each candidate is worth; one request per decision.
+
+        Guidance(CriticQ.of(engine), beta=5.0)  # an engine that was started with critic=...
+        Guidance(CriticQ("http://reward-model:8000", model="prm"), beta=5.0)
+
+    Needs candidates with token ids, of the scoring model's own vocabulary.
+    """
+
+    name = "critic"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        max_retries: int = 2,
+        transport: Transport | None = None,
+    ) -> None:
+        """Prepare to ask the server at `url`, the part before /pooling. Connects on first use.
+
+        Raises: ConfigError: the URL cannot work.
+        """
+        self.url, self.model, self._timeout_s = url.rstrip("/"), model, timeout_s
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        carrier = transport if transport is not None else HttpTransport(self.url, headers=headers)
+        secrets = (api_key,) if api_key else ()
+        self._client = RetryingClient(self.url, carrier, max_retries=max_retries, random=Random(), secrets=secrets)
+
+    @classmethod
+    def of(cls, served: Served, *, api_key: str | None = None) -> Self:
+        """Return the values of an engine that runs in this script."""
+        return cls(served.url, api_key=api_key)
+
+    def __repr__(self) -> str:
+        return f"<CriticQ {self.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections of the running loop."""
+        await self._client.transport.aclose()
+
+    async def __call__(self, point: DecisionPoint, candidates: Sequence[Completion], /) -> QValues:
+        """Return the value of each candidate's finished prefix.
+
+        Raises: GuidanceError: a candidate has no ids. EndpointError: the server does not answer. MalformedReply: it
+        answers something else.
+        """
+        inputs = [_prefix(candidate, index) for index, candidate in enumerate(candidates)]
+        body = await self._client.request("/pooling", _encode(_PoolingRequest(inputs, self.model)), self._timeout_s)
+        try:
+            reply = _decode(body)
+        except DECODE_ERRORS as error:
+            raise MalformedReply(f"reply must hold pooled values: {error} (POST {self.url}/pooling)") from error
+        found = {one.index: _last(one.data) for one in reply.data}
+        if found.keys() != set(range(len(candidates))):
+            raise MalformedReply(
+                f"reply must hold one value per input: expected indices 0 to {len(candidates) - 1}, got "
+                f"{sorted(found)} (POST {self.url}/pooling)"
+            )
+        return QValues([found[index] for index in range(len(candidates))], reply.value_version)
+
+
+def _prefix(candidate: Completion, index: int) -> msgspec.Raw:
+    """Return the ids of prompt and action as a JSON array; what the server wrote is not read again."""
+    prompt = candidate.prompt_token_ids
+    if not prompt or not candidate.token_ids:
+        raise GuidanceError(
+            f"candidates must have token ids to be scored: got none (candidate {index}); use a server that returns "
+            "them, or a value function that reads text"
+        )
+    text = prompt.text[1:-1] if type(prompt) is JsonIds else ids_text(prompt)
+    return msgspec.Raw(b"[%b,%b]" % (text, ids_text(candidate.token_ids)))
+
+
+def _last(data: list[float | list[float]]) -> float:
+    """Return the value after the last token: servers give it alone, or one per token."""
+    if not data:
+        raise MalformedReply("pooled data must hold a value: got none (data)")
+    last = data[-1]
+    if not isinstance(last, list):
+        return last
+    if len(last) != 1:
+        raise MalformedReply(
+            f"pooled data must be scalars: got {len(last)} numbers per token (data); is it a reward model?"
+        )
+    return last[0]

@@ -1,0 +1,115 @@
+"""Values of finished prefixes over HTTP."""
+
+import logging
+
+import msgspec
+import pytest
+import torch
+
+from tests.runtime.test_wire_guidance import TOKENIZER, Talk, models
+from turngate.envs.base import Task
+from turngate.runtime import Limits, Runtime, Sampling
+from turngate.runtime.critic_q import CriticQ
+from turngate.runtime.engine import Engine
+from turngate.runtime.engine.incremental import Incremental, Span
+from turngate.runtime.errors import EndpointError, GuidanceError, MalformedReply
+from turngate.runtime.guidance import DecisionPoint, Guidance
+from turngate.runtime.json_ids import JsonIds
+from turngate.runtime.testing import FakeTransport
+from turngate.runtime.transport import Reply
+from turngate.runtime.types import Completion
+
+POINT = DecisionPoint(messages=[])
+CANDIDATES = [
+    Completion("a", [7, 8], [-1.0, -1.0], [0, 0], [1, 2, 3]),
+    Completion("b", [9], [-1.0], [0], JsonIds(b"[1,2]")),
+]
+
+
+def pooled(*data, **fields):
+    body = {"data": [{"index": index, "object": "pooling", "data": one} for index, one in enumerate(data)], **fields}
+    return Reply(200, {}, msgspec.json.encode(body))
+
+
+def asking(*replies):
+    transport = FakeTransport(*replies)
+    return CriticQ("http://critic", transport=transport, max_retries=0), transport
+
+
+async def test_each_candidate_is_asked_about_as_the_ids_that_were_seen_and_sampled():
+    critic, transport = asking(pooled([0.25], [0.75], value_version=4))
+    found = await critic(POINT, CANDIDATES)
+    assert transport.requests == [("/pooling", {"input": [[1, 2, 3, 7, 8], [1, 2, 9]]})]
+    assert (found.values, found.version) == ([0.25, 0.75], 4)
+
+
+async def test_values_per_token_are_read_at_the_last_token():
+    critic, _ = asking(pooled([[0.1], [0.2]], [[0.3]]))
+    assert (await critic(POINT, CANDIDATES)).values == [0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "message"),
+    [
+        (pooled([0.1]), MalformedReply, "one value per input: expected indices 0 to 1"),
+        (pooled([], [0.1]), MalformedReply, "must hold a value"),
+        (pooled([[0.1, 0.2]], [0.1]), MalformedReply, "must be scalars"),
+        (Reply(200, {}, b"<html>"), MalformedReply, "must hold pooled values"),
+        (Reply(404, {}, b"no"), EndpointError, "404"),
+        (ConnectionError("gone"), EndpointError, "gone"),
+    ],
+)
+async def test_servers_that_do_not_score_are_errors(reply, error, message):
+    critic, _ = asking(reply)
+    with pytest.raises(error, match=message):
+        await critic(POINT, CANDIDATES)
+
+
+async def test_candidates_without_ids_cannot_be_scored():
+    critic, _ = asking(pooled([0.1]))
+    with pytest.raises(GuidanceError, match="must have token ids to be scored"):
+        await critic(POINT, [Completion("text only")])
+
+
+async def test_b6_6_on_a_real_engine_q_is_the_value_of_the_recorded_prefix(tmp_path):
+    policy, critic = models()
+    critic.save(tmp_path)
+    async with Engine.start(policy, TOKENIZER, critic=tmp_path, mode="thread") as engine, CriticQ.of(engine) as q:
+        guidance = Guidance(q, beta=8.0, draws=4)
+        runtime = Runtime(
+            engine.endpoint, sampling=Sampling(max_tokens=5), limits=Limits(max_turns=3), guidance=guidance
+        )
+        trajectory = await runtime.rollout(Talk, Task("t"))
+        plain = await runtime.rollout(Talk, Task("t"), guidance=None)
+        zero = await runtime.rollout(Talk, Task("t"), guidance=Guidance(q, beta=0.0))
+    assert guidance.statistics().guided == 3
+    values = Incremental(critic, 1)
+    for turn in trajectory.turns:
+        decision = turn.decision
+        segment = trajectory.segments[turn.segment]
+        prefix = segment.ids().tolist()[: turn.start + turn.length]
+        with torch.inference_mode():
+            hidden = values.prefill_hidden([Span(0, 0, 0, prefix)])
+            expected = float(values.value_outputs(hidden).double().sigmoid()[0])
+        chosen = decision.candidates[decision.chosen]
+        assert chosen.q == pytest.approx(expected, abs=1e-5)
+        assert memoryview(chosen.token_ids).cast("i").tolist() == prefix[turn.start :]
+        # The behaviour log-probs of a reranked action are those of drawing it.
+        assert list(memoryview(chosen.logprobs).cast("f")) == pytest.approx(
+            list(segment.logprob_values()[turn.start : turn.start + turn.length])
+        )
+    assert [t.text for t in zero.turns] == [t.text for t in plain.turns]
+    assert zero.segments == plain.segments
+
+
+async def test_a_critic_that_never_answers_leaves_the_base_and_is_told_about(caplog):
+    critic, _ = asking(ConnectionError("gone"))
+    guidance = Guidance(critic, beta=1.0, draws=2)
+
+    async def draw(seed):
+        return CANDIDATES[0]
+
+    with caplog.at_level(logging.WARNING, "turngate.guidance"):
+        for _ in range(20):
+            assert (await guidance.choose(draw, POINT)).decision.fallback.startswith("error")
+    assert [record.getMessage()[:44] for record in caplog.records] == ["no decision of the first 16 was guided, the "]
