@@ -6,13 +6,14 @@ import struct
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from turngate.runtime.canary import read_metadata
 from turngate.runtime.errors import ConfigError, PublishRefused
 
-__all__ = ["LORA_KEY", "VersionFolders", "adapter_folder", "check_tensors", "is_tied", "model_folder"]
+__all__ = ["LORA_KEY", "Version", "VersionFolders", "adapter_folder", "check_tensors", "is_tied", "model_folder"]
 
 LORA_KEY = "turngate.lora"
 """Name, in the metadata of an adapter's weights, of its adapter_config.json."""
@@ -92,6 +93,14 @@ def adapter_folder(weights: Path) -> Callable[[Path], None]:
         _link(weights, folder / "adapter_model.safetensors")
 
     return fill
+
+
+class Version(NamedTuple):
+    """What a server can go back to."""
+
+    folder: Path
+    label: str
+    """As the server is told it."""
 
 
 class VersionFolders:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import anyio
 import msgspec
@@ -11,21 +11,13 @@ import msgspec
 from turngate.runtime.errors import EndpointError, PublishError, PublishRefused
 from turngate.runtime.publishers.admin import Admin, AdminError
 from turngate.runtime.publishers.checked import CheckedPublisher
-from turngate.runtime.publishers.folders import VersionFolders, check_tensors, is_tied, model_folder
+from turngate.runtime.publishers.folders import Version, VersionFolders, check_tensors, is_tied, model_folder
 from turngate.runtime.weights import InFlight, check_in_flight
 
 __all__ = ["SGLangPublisher"]
 
 _CLEAN_UP_S = 60.0
 """For making the server serve again after a failure or a cancellation."""
-
-
-class _Version(NamedTuple):
-    """What a server can go back to."""
-
-    folder: Path
-    label: str
-    """As the server is told it."""
 
 
 class _Updated(msgspec.Struct):
@@ -98,7 +90,7 @@ class _SGLangControl:
         self._admin = admin
         self._base_model = base_model
         self._folders = folders
-        self._serving = self._before = _Version(base_model, "0")
+        self._serving = self._before = Version(base_model, "0")
 
     def __repr__(self) -> str:
         return f"{self._admin.url}, SGLang"
@@ -106,7 +98,7 @@ class _SGLangControl:
     async def serve(self, path: Path, policy_version: int) -> None:
         await asyncio.to_thread(check_tensors, path, self._base_model)
         folder = await asyncio.to_thread(self._folders.add, path, policy_version, model_folder(self._base_model, path))
-        version = _Version(folder, str(policy_version))
+        version = Version(folder, str(policy_version))
         await self._switch(version)
         self._before, self._serving = self._serving, version
 
@@ -144,7 +136,7 @@ class _SGLangControl:
             raise EndpointError(f"input_token_logprobs must cover the prompt: got {len(logprobs)} of {len(token_ids)}")
         return [logprob or 0.0 for logprob in logprobs]  # the first has no context, and is null
 
-    async def _switch(self, version: _Version) -> None:
+    async def _switch(self, version: Version) -> None:
         """Load a folder. To keep requests alive they are retracted first, as only then may the cache be flushed."""
         if self.in_flight != "continues":
             # The server itself lets requests finish, and holds new ones back, unless told to abort them.
@@ -157,7 +149,7 @@ class _SGLangControl:
             with anyio.move_on_after(_CLEAN_UP_S, shield=True):
                 await self._admin.post("/continue_generation", {})
 
-    async def _update(self, version: _Version) -> None:
+    async def _update(self, version: Version) -> None:
         body = {
             "model_path": str(version.folder),
             "abort_all_requests": self.in_flight == "restarts",

@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio
 import msgspec
 
 from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.publishers.admin import Admin, AdminError
-from turngate.runtime.publishers.folders import VersionFolders, check_tensors, model_folder
+from turngate.runtime.publishers.folders import Version, VersionFolders, check_tensors, model_folder
 from turngate.runtime.publishers.scoring import score_by_echo
 from turngate.runtime.publishers.vllm_info import read_info
 from turngate.runtime.weights import InFlight
@@ -20,14 +19,6 @@ __all__ = ["VLLMReload"]
 _PAUSE_MODES: dict[InFlight, str] = {"continues": "keep", "pauses": "wait", "restarts": "abort"}
 _CLEAN_UP_S = 60.0
 """For making the server serve again after a failure or a cancellation."""
-
-
-class _Version(NamedTuple):
-    """What a server can go back to."""
-
-    folder: Path
-    label: str
-    """As the server is told it."""
 
 
 class _Reset(msgspec.Struct):
@@ -67,7 +58,7 @@ class VLLMReload:
         self._folders = folders
         self._served_name = model
         self._is_tied = is_tied
-        self._serving = self._before = _Version(base_model, "0")
+        self._serving = self._before = Version(base_model, "0")
         self._is_broken = False
 
     def __repr__(self) -> str:
@@ -80,7 +71,7 @@ class VLLMReload:
         """
         await asyncio.to_thread(check_tensors, path, self._base_model)
         folder = await asyncio.to_thread(self._folders.add, path, policy_version, model_folder(self._base_model, path))
-        version = _Version(folder, str(policy_version))
+        version = Version(folder, str(policy_version))
         await self._switch(version)
         self._before, self._serving = self._serving, version
 
@@ -117,7 +108,7 @@ class VLLMReload:
         """Return log-probs under what serves now."""
         return await score_by_echo(self._admin, self._served_name, token_ids, timeout_s)
 
-    async def _switch(self, version: _Version) -> None:
+    async def _switch(self, version: Version) -> None:
         loaded = False
         try:
             await self._pause()

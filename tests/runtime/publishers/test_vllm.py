@@ -8,6 +8,9 @@ import pytest
 from tests.runtime.publishers.conftest import canary
 from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.publishers import VLLMPublisher
+from turngate.runtime.publishers.folders import Version, VersionFolders
+from turngate.runtime.publishers.vllm_reload import VLLMReload
+from turngate.runtime.testing import cancel_everywhere
 from turngate.runtime.testing.weight_servers import Failure, FakeVLLM
 
 
@@ -216,3 +219,43 @@ def test_settings_that_cannot_work_are_refused(base_model, tmp_path):
         VLLMPublisher("x", base_model=base_model)
     with pytest.raises(ConfigError, match="canary_tolerance"):
         VLLMPublisher("http://x", base_model=base_model, canary_tolerance=0)
+
+
+class AdminInMemory:
+    """A vLLM without a network: what it serves, what its cache holds, and whether it runs."""
+
+    url = "http://memory"
+
+    def __init__(self):
+        self.serves = self.cache = "old"
+        self.runs = True
+
+    async def post(self, path, body=None, *, params=None):
+        await asyncio.sleep(0)  # cancelled here, the server has heard nothing
+        if path == "/pause":
+            self.runs = False
+        elif path == "/collective_rpc":
+            self.serves = body["kwargs"]["weights_path"]
+        elif path == "/reset_prefix_cache":
+            self.cache = ""
+        elif path == "/resume":
+            self.runs = True
+            self.cache = self.cache or self.serves
+        await asyncio.sleep(0)  # and here it has done it
+        return b""
+
+
+def test_cancelled_at_every_wait_the_server_runs_and_its_cache_is_of_the_weights_that_serve(base_model):
+    runs = []
+
+    async def switch():
+        admin = AdminInMemory()
+        runs.append(admin)
+        control = VLLMReload(admin, base_model, VersionFolders(None), in_flight="continues", model="m", is_tied=False)
+        await control._switch(Version(base_model, "1"))
+
+    def check(outcome):
+        assert runs[-1].runs
+        assert runs[-1].cache == runs[-1].serves
+
+    assert cancel_everywhere(switch, check) >= 10
