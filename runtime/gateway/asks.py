@@ -9,7 +9,17 @@ from turngate.envs.base import ToolCall
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
 from turngate.runtime.types import Message
 
-__all__ = ["AskedMessage", "ChatAsk", "Fields", "Part", "StreamOptions", "TextAsk", "decode_chat", "decode_text"]
+__all__ = [
+    "AskedMessage",
+    "ChatAsk",
+    "Fields",
+    "Part",
+    "StreamOptions",
+    "TextAsk",
+    "check_utf8",
+    "decode_chat",
+    "decode_text",
+]
 
 Fields: TypeAlias = dict[str, msgspec.Raw]
 """A JSON object whose values are left as they came."""
@@ -161,12 +171,17 @@ def decode_text(body: bytes) -> tuple[Fields, TextAsk]:
     return fields, ask
 
 
-def _decode(decoder: "msgspec.json.Decoder[AskT]", body: bytes) -> tuple[Fields, AskT]:
+def check_utf8(body: bytes) -> None:
+    """Require text; what is passed on verbatim is not decoded anywhere else. Raises: RequestError: 400."""
     if not body.isascii():
         try:
-            body.decode()  # what is passed on verbatim was not decoded before
+            body.decode()
         except UnicodeDecodeError as error:
             raise RequestError(f"the body must be valid JSON: {error}") from None
+
+
+def _decode(decoder: "msgspec.json.Decoder[AskT]", body: bytes) -> tuple[Fields, AskT]:
+    check_utf8(body)
     ask = decode_json(decoder, body)
     fields = decode_json(_FIELDS, body)
     _check_sampling(ask)

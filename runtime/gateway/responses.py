@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from turngate.runtime.gateway.asks import check_utf8
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
 
 __all__ = ["Chats", "ResponsesAsk", "decode_responses", "output_messages", "response_object"]
@@ -96,6 +97,7 @@ _DECODER = msgspec.json.Decoder(ResponsesAsk)
 
 def decode_responses(body: bytes) -> ResponsesAsk:
     """Return a request of the responses API. Raises: RequestError: 400, or what is not implemented here."""
+    check_utf8(body)
     ask = decode_json(_DECODER, body)
     for name in ("background", "conversation"):
         if getattr(ask, name):

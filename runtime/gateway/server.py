@@ -41,6 +41,8 @@ _MakeWork: TypeAlias = Callable[[Guest, bytes, str], Work]
 
 _BACKLOG = 4096
 """Thousands of agents may connect at once; the usual 128 drops their SYNs, and each waits a second or more."""
+_LINGER_S = 1.0
+"""How long the rest of a refused body is read, so that the client sees why before its connection is closed."""
 _PREFIX = "/s/{key}"
 """Before every path, for agents whose key cannot be chosen."""
 _log = logging.getLogger("turngate.gateway")
@@ -113,6 +115,7 @@ class Gateway:
             access_log=None,
             handler_cancellation=True,  # a client that hangs up leaves its exchange
             keepalive_timeout=self.config.keep_alive_s,  # for the head of the first request too
+            lingering_time=_LINGER_S,
             shutdown_timeout=1.0,
         )
         raise_file_limit()
