@@ -84,8 +84,12 @@ class TrainableModel(ScoringModel, Protocol):
         """Return all modules, itself first."""
         ...
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def parameters(self) -> Iterator[nn.Parameter]:
         """Return every parameter once."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return every parameter once, with its name."""
         ...
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:

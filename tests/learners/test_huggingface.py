@@ -150,7 +150,7 @@ def test_save_load_update_equals_update_bit_for_bit(
         if method == "grpo":
             return GRPO(source, **RATES | {"muon_lr": 1e-3}, kl_coef=0.01)
         replay = ReplayConfig(start_after=4, batch_trajectories=4) if method == "separate" else None
-        return PPO(source, critic=CriticConfig(place=method), replay=replay, **RATES)  # type: ignore[arg-type]
+        return PPO(source, critic=CriticConfig(place=method), replay=replay, **RATES)
 
     later = msgspec.structs.replace(batch, policy_version=1)
     straight, first, second = loaded(make()), loaded(make()), make()

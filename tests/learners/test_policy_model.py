@@ -33,7 +33,7 @@ def test_a_source_is_taken_as_it_is(folder: Path) -> None:
 
 def test_anything_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="model must be a folder or a source"):
-        model_source(3)  # type: ignore[arg-type]
+        model_source(3)
 
 
 def test_a_head_that_training_adds_is_saved_but_not_published(folder: Path, tmp_path: Path) -> None:
