@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from turngate.envs.base import Action, Observation, Step, Task
+from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.envs.tool_calls import ToolParser
 from turngate.envs.tool_parsers import tool_parser
 from turngate.envs.tool_set import MODEL_FAULTS, TOOL_FAULTS, ToolAnswer, ToolSet
@@ -67,6 +67,7 @@ class ToolEnv:
         score: Score | None = None,
         system: str = "",
         nudge: str = NUDGE,
+        max_turns: int | None = None,
         penalties: float | Mapping[str, float] = 0.0,
         parser: str | ToolParser | None = None,
         tools_in_prompt: bool = True,
@@ -78,6 +79,8 @@ class ToolEnv:
             score: what to make of a turn without calls, instead of the method; see there.
             system: system prompt.
             nudge: answer to a turn without calls that is not scored.
+            max_turns: turns after which an episode has failed, as `End.budget`, which is learned from; None leaves it to
+                the runtime's limits, which cut it short and teach nothing.
             penalties: what a mistake costs, in the reward component `tool_error`: a number for each of the model's, or
                 numbers by name, see MODEL_FAULTS and TOOL_FAULTS.
             parser: name of a format in TOOL_PARSERS, or a parser, for models that write calls in text: calls are then
@@ -85,8 +88,11 @@ class ToolEnv:
             tools_in_prompt: with a parser, describe the tools in the system prompt. False: the server's chat template
                 does, and what is read from the text is what the server could not read, to say what is wrong with it.
 
-        Raises: ValueError: a penalty is negative or for something that does not exist; no parser has this name.
+        Raises: ValueError: max_turns is not positive; a penalty is negative or for something that does not exist; no
+            parser has this name.
         """
+        if max_turns is not None and max_turns < 1:
+            raise ValueError(f"max_turns must be 1 or more: got {max_turns}; None for no budget")
         if isinstance(tools, ToolSet):
             own = tools
         else:
@@ -97,6 +103,7 @@ class ToolEnv:
         self.task = Task("")
         """The task of the episode, once it has started."""
         self._start, self._score, self._system, self._nudge = start, score, system, nudge
+        self._max_turns = max_turns
         self._penalties = _checked_penalties(penalties)
         self._parser = tool_parser(parser) if parser is not None else None
         self._tools_in_prompt = tools_in_prompt
@@ -178,10 +185,11 @@ class ToolEnv:
             self.add_reward("tool_error", -cost)
         for name, value in finish.rewards.items() if finish is not None else ():
             self.add_reward(name, value)
+        is_out_of_turns = self._max_turns is not None and self._turn >= self._max_turns
         return Step(
             observation,
             self._rewards,
-            finish.end if finish is not None else None,
+            finish.end if finish is not None else End.budget if is_out_of_turns else None,
             valid=not any(problem in MODEL_FAULTS for problem in problems),
             state={"problems": problems} if problems else None,
         )

@@ -7,6 +7,7 @@ Without `--url` a small policy is cloned from scripted episodes first; with it, 
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import random
 import tempfile
@@ -93,7 +94,8 @@ async def main(args: argparse.Namespace) -> None:
             engine = await stack.enter_async_context(Engine.start(clone_policy(folder, args.steps)))
             endpoint = engine.endpoint
         runtime = Runtime(endpoint, limits=Limits(max_turns=6), sampling=Sampling(max_tokens=128))
-        evaluation = await runtime.evaluate(Warehouse, [make_task(number) for number in range(args.episodes)])
+        env = functools.partial(Warehouse, max_turns=4)
+        evaluation = await runtime.evaluate(env, [make_task(number) for number in range(args.episodes)])
     print(render_transcript(evaluation.trajectories[0]))
     print(f"success {evaluation}")
     print(f"tools { ({name: n for name, n in Warehouse.statistics().items() if n}) }")

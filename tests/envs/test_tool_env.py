@@ -125,6 +125,16 @@ async def test_a_turn_without_a_call_is_nudged_and_invalid():
     assert step.state == {"problems": ["no_call"]}
 
 
+async def test_an_episode_that_goes_on_for_too_long_has_failed_unless_its_last_turn_ends_it():
+    env = await started(Vault(max_turns=2))
+    ends = [(await env.step(action)).end for action in (Action("hm"), acting(call("look", place="desk")))]
+    assert ends == [None, End.budget]
+    env = await started(Vault(max_turns=1))
+    assert (await env.step(acting(call("enter", code=42)))).end is End.success
+    with pytest.raises(ValueError, match="max_turns"):
+        Vault(max_turns=0)
+
+
 async def test_functions_alone_make_an_environment_and_their_set_counts_over_episodes():
     async def add(a: int, b: int) -> int:
         return a + b
