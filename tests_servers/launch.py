@@ -93,10 +93,12 @@ def _vllm(model: Path, port: int, options: Options) -> _Command:
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
     arguments += ["--dtype", options.dtype, "--max-model-len", str(options.max_model_len), "--max-num-seqs", "64"]
     arguments += ["--enforce-eager", "--generation-config", "vllm"]
+    # On a CPU it dies when a prompt is computed in parts and the request has a seed; so prompts are computed whole.
+    arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(2048, options.max_model_len))]
     arguments += ["--logprobs-mode", "raw_logprobs" if options.raw_logprobs else "processed_logprobs"]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     if options.lora:
-        arguments += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
+        arguments += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "4"]
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
