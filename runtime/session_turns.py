@@ -62,10 +62,8 @@ class SessionTurns:
     def add_reward(self, name: str, value: float, index: int, where: str) -> None:
         """Add to a component of a turn's reward. Raises EnvError: there is no such turn, or the value is no reward."""
         if index != NEWEST and not 0 <= index < len(self._turns):
-            raise EnvError(
-                f"turn must be one that was delivered: expected 0 to {len(self._turns) - 1} or -1 for the newest, "
-                f"got {index} ({where})"
-            )
+            known = f"0 to {len(self._turns) - 1} or -1 for the newest" if self._turns else "-1 before the first"
+            raise EnvError(f"turn must be one that was delivered: expected {known}, got {index} ({where})")
         rewards = self._turns[index].rewards if self._turns else self._early
         rewards[name] = checked_reward(name, rewards.get(name, 0.0) + checked_reward(name, value, where), where)
 

@@ -1,6 +1,7 @@
 """Agents that bring their own loop, run wherever environments are."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -187,7 +188,7 @@ async def test_a_session_that_the_agent_sealed_itself_stays_as_it_left_it():
 
 
 def test_cancelled_at_every_wait_an_agent_leaves_nothing_behind():
-    kept = []
+    kept: list[Any] = []
 
     async def patient(session, task):
         await asyncio.sleep(1)
@@ -233,7 +234,8 @@ async def test_members_of_a_group_can_share_the_luck_of_what_is_around_the_model
 
 
 async def test_events_of_an_agents_episode_are_those_of_any():
-    events, heard = Events(), []
+    events = Events()
+    heard: list[Any] = []
     for kind in (RolloutStarted, TurnFinished, RolloutFinished):
         events.subscribe(kind, heard.append)
     await runtime_with(["3", "4"], events=events).rollout(Agent(guess), TASK, group_id="g", member=2)

@@ -168,7 +168,11 @@ def test_an_alarm_rings_once_at_its_time_unless_it_is_closed_before():
     async def main():
         now = asyncio.get_running_loop().time
         rung = []
-        alarms = [Alarm(now() + at, lambda at=at: rung.append((at, now()))) for at in (3, 1, 2)]
+
+        def alarm_at(at):
+            return Alarm(now() + at, lambda: rung.append((at, now())))
+
+        alarms = [alarm_at(at) for at in (3, 1, 2)]
         alarms[2].close()
         alarms[2].close()
         await asyncio.sleep(10)

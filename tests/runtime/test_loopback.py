@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from typing import Any
 
 import openai
 import pytest
@@ -88,7 +89,8 @@ async def test_the_url_and_the_key_do_for_any_other_client():
     runtime = Runtime(FakeEndpoint(lambda _: "4"))
     async with runtime.session(TASK) as session:
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
-            stream = await client.chat.completions.create(model="any", messages=HI, stream=True)
+            ask: Any = client.chat.completions.create
+            stream = await ask(model="any", messages=HI, stream=True)
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
         session.add_reward("outcome", 1.0)
     await runtime.aclose()

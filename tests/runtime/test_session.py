@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -293,6 +294,15 @@ async def test_a_cancelled_chat_leaves_no_turn_and_the_session_open():
     assert (session.state, session.in_flight, session.turns) == ("open", 0, 0)
 
 
+async def test_an_agent_may_give_up_on_a_reply_and_go_on():
+    session = open_session(FakeEndpoint(["late", "in time"], latency_s=iter([60, 0]).__next__))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await session.chat(HI)
+    assert (await session.chat(HI)).text == "in time"
+    assert [turn.text for turn in session.seal().turns] == ["in time"]
+
+
 @pytest.mark.parametrize(
     ("error", "end", "why"),
     [
@@ -302,8 +312,9 @@ async def test_a_cancelled_chat_leaves_no_turn_and_the_session_open():
     ],
 )
 async def test_what_leaves_the_block_ends_the_session_and_goes_on(error, end, why):
+    session = open_session()
     with pytest.raises(type(error)):
-        async with open_session() as session:
+        async with session:
             raise error
     assert session.trajectory.end is end
     assert session.trajectory.error.startswith(why)
@@ -335,7 +346,8 @@ async def test_ids_that_are_none_are_the_servers_failure():
 
 
 async def test_events_tell_of_turns_once_their_answer_is_known():
-    heard, events = [], Events()
+    heard: list[Any] = []
+    events = Events()
     for kind in (RolloutStarted, TurnFinished, RolloutFinished):
         events.subscribe(kind, heard.append)
     async with open_session(events=events) as session:
@@ -379,7 +391,8 @@ async def test_one_conversation_serves_all_requests_of_a_session():
 
 
 async def test_those_who_hold_something_for_a_session_are_told_when_it_is_sealed():
-    session, told = open_session(), []
+    session = open_session()
+    told: list[Any] = []
     session.when_sealed(told.append)
     session.seal()
     session.when_sealed(told.append)

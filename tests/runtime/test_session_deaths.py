@@ -142,7 +142,7 @@ def test_sessions_whose_loop_is_closed_under_them_are_gone_with_it():
         tasks = [asyncio.ensure_future(death) for death in doomed]
         await asyncio.wait(tasks, timeout=random.random() * 20)
 
-    for _ in range(10):
+    def live_and_die():
         loop = VirtualTimeLoop()
         loop.run_until_complete(main(deaths(runtime, random, 40)))
         tasks = asyncio.all_tasks(loop)
@@ -150,7 +150,9 @@ def test_sessions_whose_loop_is_closed_under_them_are_gone_with_it():
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()
-    del loop, tasks
+
+    for _ in range(10):
+        live_and_die()
     gc.collect()
     assert runtime.sessions.statistics().open == 0
     assert (runtime.slots.held, runtime.slots.waiting, runtime.endpoint.in_flight) == (0, 0, 0)
