@@ -40,14 +40,18 @@ def ids_text(ids: Sequence[int]) -> bytes:
 class JsonIds(Sequence[int]):
     """A sequence of token ids that is decoded, and checked, when somebody looks at it."""
 
-    __slots__ = ("_ids", "text")
+    __slots__ = ("_ids", "_length", "text")
 
-    def __init__(self, text: bytes) -> None:
-        """Wrap the text of a JSON array. Raises MalformedReply when it is no array."""
+    def __init__(self, text: bytes, length: int = -1) -> None:
+        """Wrap the text of a JSON array; `length` is the number of ids where it is known, else they are counted.
+
+        Raises: MalformedReply: it is no array.
+        """
         if text[:1] != b"[":
             raise MalformedReply(f"prompt_token_ids must be an array: got {text[:40]!r}")
         self.text = text.translate(None, b" \n\r\t") if b" " in text else text
         self._ids: array[int] | None = None
+        self._length = length
 
     def __repr__(self) -> str:
         return f"<JsonIds {len(self)}>"
@@ -71,7 +75,9 @@ class JsonIds(Sequence[int]):
         return self.text != b"[]"
 
     def __len__(self) -> int:
-        return 0 if self.text == b"[]" else self.text.count(b",") + 1
+        if self._length < 0:
+            self._length = 0 if self.text == b"[]" else self.text.count(b",") + 1
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> int: ...

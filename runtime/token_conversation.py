@@ -37,6 +37,8 @@ class _Answer(NamedTuple):
     """Messages of the branch up to and with the answer."""
     end: int
     """Length of the branch's text up to and with the answer's ids."""
+    length: int
+    """Number of ids up to and with the answer's."""
     token_ids: Sequence[int]
 
 
@@ -55,12 +57,13 @@ class _Branch:
         self.sampled = b""
         """The ids that were sampled after it, without brackets."""
 
-    def add(self, shown: list[Message], answer: Message, prompt: bytes, token_ids: Sequence[int]) -> None:
+    def add(self, shown: list[Message], answer: Message, prompt: JsonIds, token_ids: Sequence[int]) -> None:
         """Remember an answer to `shown`, a list that is ours from now on."""
         shown.append(answer)
         self.messages = shown  # not the list before and more: calls may have got other ids, which compare slower
-        self.prompt, self.sampled = prompt, ids_text(token_ids)
-        self.answers.append(_Answer(len(shown), len(prompt) + len(self.sampled), token_ids))
+        self.prompt, self.sampled = prompt.text, ids_text(token_ids)
+        end = len(self.prompt) + len(self.sampled)
+        self.answers.append(_Answer(len(shown), end, len(prompt) + len(token_ids), token_ids))
 
     def text_to(self, answer: _Answer) -> list[bytes | memoryview]:
         """Return the ids up to and with `answer`, in parts to be joined by commas, behind an opening bracket."""
@@ -129,7 +132,7 @@ class TokenConversation:
         # 1. Decide what the model sees.
         shown, offered = list(messages), tuple(tools)
         place = self._longest(shown, offered)
-        prompt = JsonIds(self._prompt(place, shown, offered))
+        prompt = self._prompt(place, shown, offered)
         prefix = f"call_{self._asked}"
         self._asked += 1
         # 2. Sample.
@@ -140,7 +143,7 @@ class TokenConversation:
         completion = self._read(completion, sampling, prefix, has_tools=bool(offered))
         answer = Message("assistant", completion.text, completion.tool_calls)
         branch = self._branch_at(place, offered)
-        branch.add(shown, answer, prompt.text, completion.token_ids)
+        branch.add(shown, answer, prompt, completion.token_ids)
         return completion
 
     def _longest(self, messages: list[Message], tools: tuple[ToolSpec, ...]) -> _Place | None:
@@ -154,18 +157,21 @@ class TokenConversation:
                 best, length = _Place(branch, at), branch.answers[at].messages
         return best
 
-    def _prompt(self, place: _Place | None, messages: list[Message], tools: tuple[ToolSpec, ...]) -> bytes:
-        """Return the ids of the request, as JSON."""
+    def _prompt(self, place: _Place | None, messages: list[Message], tools: tuple[ToolSpec, ...]) -> JsonIds:
+        """Return the ids of the request."""
         try:
             if place is None:
-                return b"[%b]" % ids_text(self._renderer.render(messages, tools))
+                whole = self._renderer.render(messages, tools)
+                return JsonIds(b"[%b]" % ids_text(whole), len(whole))
             answer = place.branch.answers[place.at]
             new = self._renderer.extend(answer.token_ids, messages[answer.messages :], tools)
         except ConfigError as error:
             # As a server that renders would: this episode fails, not the run.
             raise EndpointRefused(f"chat must be one that the model's format can write: {error}") from error
-        parts = [*place.branch.text_to(answer), ids_text(new)] if new else place.branch.text_to(answer)
-        return b"%b]" % b",".join(parts)
+        parts = place.branch.text_to(answer)
+        if new:
+            parts.append(ids_text(new))
+        return JsonIds(b"%b]" % b",".join(parts), answer.length + len(new))
 
     def _read(self, completion: Completion, sampling: Sampling, prefix: str, *, has_tools: bool) -> Completion:
         """Return the completion with text and calls as the sampled ids say, whatever the server makes of them."""

@@ -230,6 +230,32 @@ def test_arguments_of_the_template_are_passed_on():
     assert renderer.differs_from_template != ()
 
 
+def test_work_per_turn_is_the_same_at_turn_1_and_at_turn_128():
+    tokenizer = make_tokenizer(HERMES)
+    renderer = HuggingFaceRenderer(tokenizer)
+    written, encoded, shown = [], [], []
+    encode, write = tokenizer.encode, tokenizer.apply_chat_template
+
+    def spied(text, **options):
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    def apply(messages, **options):
+        shown.append(len(messages))
+        text = write(messages, **options)
+        written.append(len(text))
+        return text
+
+    tokenizer.encode, tokenizer.apply_chat_template = spied, apply
+    ids = renderer.render([SYSTEM, HI], TOOLS)
+    sampled = encode("yes.<|im_end|>", add_special_tokens=False)
+    for _ in range(128):
+        ids += [*sampled, *renderer.extend(sampled, [MORE], TOOLS)]
+    assert (len(written), len(encoded)) == (129, 129)
+    assert set(shown[1:]) == {3}
+    assert len(set(written[1:])) == len(set(encoded[1:])) == 1
+
+
 # Reading what was sampled.
 
 

@@ -43,3 +43,9 @@ def test_what_is_no_array_is_refused(text):
 def test_ids_that_are_none_are_refused_when_somebody_looks(text):
     with pytest.raises(MalformedReply, match="token ids must be integers"):
         JsonIds(text).ids()
+
+
+def test_a_length_that_is_known_is_not_counted():
+    assert len(JsonIds(b"[1,2,3]", 3)) == 3
+    assert len(JsonIds(b"[1, 2, 3]")) == 3
+    assert len(JsonIds(b"[]")) == 0

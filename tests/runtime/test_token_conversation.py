@@ -53,6 +53,7 @@ async def test_what_was_sampled_is_kept_and_only_what_is_new_is_rendered():
     assert server.prompts[1] == [*server.prompts[0], *b"yes", END, *render_ids([MORE])]
     assert renderer.whole == 1
     assert list(second.prompt_token_ids) == server.prompts[1]
+    assert len(second.prompt_token_ids) == len(server.prompts[1])
 
 
 @pytest.mark.parametrize("issue", ["rllm#272", "SkyRL#123"])
@@ -99,11 +100,17 @@ async def test_work_per_turn_is_the_same_at_turn_1_and_at_turn_128(monkeypatch):
 
     encoded = []
     ids_text = token_conversation.ids_text
-    monkeypatch.setattr(token_conversation, "ids_text", lambda ids: (encoded.append(len(ids)), ids_text(ids))[1])
+
+    def spied(ids):
+        encoded.append(len(ids))
+        return ids_text(ids)
+
+    monkeypatch.setattr(token_conversation, "ids_text", spied)
     conversation, server, renderer = chat(*["yes"] * 128)
     messages = [SYSTEM, HI]
     for _ in range(128):
         completion = await conversation.complete(messages, SAMPLING)
+        assert len(completion.prompt_token_ids) == len(server.prompts[-1])
         messages += [said(completion), MORE]
     assert renderer.whole == 1
     assert set(renderer.rendered[1:]) == {len(render_ids([MORE]))}
