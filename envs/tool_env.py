@@ -79,7 +79,7 @@ class ToolEnv:
             score: what to make of a turn without calls, instead of the method; see there.
             system: system prompt.
             nudge: answer to a turn without calls that is not scored.
-            max_turns: turns after which an episode has failed, as `End.budget`, which is learned from; None leaves it to
+            max_turns: turns after which an episode has failed, as `End.budget`, to be learned from; None leaves it to
                 the runtime's limits, which cut it short and teach nothing.
             penalties: what a mistake costs, in the reward component `tool_error`: a number for each of the model's, or
                 numbers by name, see MODEL_FAULTS and TOOL_FAULTS.
