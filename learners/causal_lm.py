@@ -72,7 +72,7 @@ class CausalLM(nn.Module):
         self.config, self._canary_ids = config, canary_ids
         self._is_lora, self._is_bfloat16, self._untie = is_lora, is_bfloat16, untie
         width = self.lm.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(width, 1, bias=False, device=self.device) if value_head else None
+        self.value_head = nn.Linear(width, 1, bias=False) if value_head else None
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
 

@@ -92,7 +92,8 @@ class HuggingFaceModel:
         )
         if folder is not None:
             model.restore(folder)
-        return model
+        is_gpu = self.device == "auto" and torch.cuda.is_available()
+        return model.to("cuda" if is_gpu else "cpu" if self.device == "auto" else self.device)
 
     def reference(self, policy: TrainableModel) -> ScoringModel:
         """Return the start: the policy without its adapters, or a second copy of all weights."""
@@ -120,13 +121,13 @@ def untie_folder(source: Path | str, folder: Path | str) -> Path:
     A server started from it takes a new head on reload; vLLM keeps a tied one without a word.
     """
     source, folder = Path(source), Path(folder)
-    write_model_folder(_read(HuggingFaceModel(source, device="cpu"), source, "auto"), folder, untie=True)
+    write_model_folder(_read(HuggingFaceModel(source), source, "auto"), folder, untie=True)
     copy_companions(source, folder)
     return folder
 
 
 def _read(spec: HuggingFaceModel, folder: Path, dtype: torch.dtype | str) -> Any:
-    """Return a causal LM with the weights of `folder`; whether its head is tied, the start says."""
+    """Return a causal LM with the weights of `folder`, on the CPU; whether its head is tied, the start says."""
     transformers = _transformers()
     if not (folder / "config.json").is_file():
         hint = "; it holds adapters: name their base and pass lora" if (folder / "adapter_config.json").exists() else ""
@@ -144,8 +145,7 @@ def _read(spec: HuggingFaceModel, folder: Path, dtype: torch.dtype | str) -> Any
         raise kind(f"model folder must hold a causal LM that transformers can load: {error} ({folder})") from error
     if missing := sorted(map(str, found["missing_keys"])):
         raise ConfigError(f"weights must be complete: {len(missing)} are missing, such as {missing[0]} ({folder})")
-    device = spec.device if spec.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    return lm.to(device)
+    return lm
 
 
 def _checkpoint_layers(lm: Any, where: Path) -> None:

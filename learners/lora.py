@@ -75,7 +75,7 @@ def attach(lm: Any, lora: LoRA, base: Path) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():  # peft draws from the global generator
+    with torch.random.fork_rng(devices=[]):  # peft draws from the global generator, on the CPU
         torch.manual_seed(lora.seed)
         try:
             with _known_warnings():

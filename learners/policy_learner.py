@@ -34,7 +34,7 @@ from turngate.learners.off_policy_choice import OffPolicy, OffPolicyName, requir
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
 from turngate.learners.parity import measure_parity, require_parity
-from turngate.learners.policy_model import ModelChoice, ScoringModel, model_source
+from turngate.learners.policy_model import ModelChoice, ScoringModel, model_source, require_model_choice
 from turngate.learners.policy_state import PolicyState, StepTally, score_tokens
 from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.turns import recorded_rewards
@@ -109,6 +109,7 @@ class PolicyLearner(ABC):
 
     def __post_init__(self) -> None:
         name_of = type(self).__name__
+        require_model_choice(self.model)
         for name, kind in self._kinds().items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {kind.__name__}(...): got {getattr(self, name)!r} ({name_of})")

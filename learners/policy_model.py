@@ -25,6 +25,7 @@ __all__ = [
     "ScoringModel",
     "TrainableModel",
     "model_source",
+    "require_model_choice",
     "with_value_head",
 ]
 
@@ -166,15 +167,20 @@ def with_value_head(model: PolicyModel) -> PolicyModel:
     return headed
 
 
+def require_model_choice(choice: object) -> None:
+    """Raise ConfigError unless a model can come from there; reads nothing."""
+    if not isinstance(choice, str | Path | ModelSource):
+        raise ConfigError(f"model must be a folder or a source such as HuggingFaceModel(folder): got {choice!r}")
+
+
 def model_source(choice: ModelChoice) -> ModelSource:
     """Return the source of a model; a folder's `config.json` tells whose it is.
 
     Raises: ConfigError: it is neither a folder's path nor a source.
     """
+    require_model_choice(choice)
     if isinstance(choice, ModelSource):
         return choice
-    if not isinstance(choice, str | Path):
-        raise ConfigError(f"model must be a folder or a source such as HuggingFaceModel(folder): got {choice!r}")
     folder = Path(choice)
     if is_huggingface_folder(folder):
         from turngate.learners.huggingface import HuggingFaceModel

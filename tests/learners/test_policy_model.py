@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from turngate.learners.grpo import GRPO
 from turngate.learners.huggingface import HuggingFaceModel
 from turngate.learners.policy_model import EmbeddedModel, ModelSource, model_source, with_value_head
 from turngate.runtime.canary import read_canary
@@ -34,6 +35,8 @@ def test_a_source_is_taken_as_it_is(folder: Path) -> None:
 def test_anything_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="model must be a folder or a source"):
         model_source(3)
+    with pytest.raises(ConfigError, match="model must be a folder or a source"):
+        GRPO(PolicyModel)
 
 
 def test_a_head_that_training_adds_is_saved_but_not_published(folder: Path, tmp_path: Path) -> None:
