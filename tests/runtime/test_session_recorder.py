@@ -134,6 +134,13 @@ def test_forks_and_rewritten_histories_are_no_drifts():
     assert (fork.segment, fork.answers, short.answers, recorder.drifts) == (1, NO_TURN, NO_TURN, 0)
 
 
+def test_an_agent_that_puts_other_words_in_the_models_mouth_makes_no_drift():
+    recorder = SessionRecorder()
+    recorder.place(completion([1, 2], [3]), 0, chat("a"))
+    place = recorder.place(completion([1, 2, 33, 4], [5]), 1, chat("a", "in other words", "more"))
+    assert (place.segment, place.answers, recorder.drifts) == (1, NO_TURN, 0)
+
+
 def test_without_ids_chats_are_told_apart_by_their_words():
     recorder = SessionRecorder()
     recorder.place(Completion("said"), 0, chat("a"))
