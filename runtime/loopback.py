@@ -96,13 +96,14 @@ class _Entrance:
     async def _serve(self) -> None:
         try:
             async with self._open_gateway(self._socket):
-                await self.loop.create_future()
+                try:
+                    await self.loop.create_future()
+                finally:
+                    if self._client is not None:  # first, or the gateway would wait for its idle connections
+                        await self._client.close()
         except Exception:
             # A recorded boundary: nobody waits for this task. Agents see their connections refused.
             _log.exception("the gateway for session.openai at %s failed", self.base_url)
-        finally:
-            if self._client is not None:
-                await self._client.close()
 
     def _close(self, _: "asyncio.Task[None]") -> None:
         self._socket.close()
