@@ -196,7 +196,7 @@ class Session:
         try:
             self.admit(role)
         except SessionLimit:
-            await self._look_ahead(chat, tools)
+            await self.look_ahead(chat, tools)
             raise
         asked_s = self._now()
         drawn = self.allowed_sampling(sampling)
@@ -223,16 +223,16 @@ class Session:
 
     # What the sides that carry requests do.
 
-    def admit(self, role: str = "") -> None:
+    def admit(self, role: str = "", *, others: int = 0) -> None:
         """Let one more request be sent to the model. Raises: SessionSealed, SessionLimit: it must not be.
 
-        A limit counts replies that were delivered and requests of `chat` under way.
+        A limit counts replies that were delivered, requests of `chat` under way, and `others` that are under way.
         """
         if self.state == "sealed":
             raise self._sealed("requests")
         limits = self.limits
         if self._verdict.stopped_by is None:
-            if self._requests + len(self._calls) >= limits.max_turns:
+            if self._requests + len(self._calls) + others >= limits.max_turns:
                 self._verdict.stop(End.turn_limit, f"got {limits.max_turns} turns (Limits.max_turns)")
             elif limits.max_policy_tokens is not None and self._recorder.policy_tokens >= limits.max_policy_tokens:
                 self._verdict.stop(End.token_limit, f"got {limits.max_policy_tokens} tokens (Limits.max_policy_tokens)")
@@ -294,6 +294,20 @@ class Session:
         self._verdict.delivered()
         return is_whole
 
+    async def look_ahead(self, chat: tuple[Message, ...], tools: Sequence[ToolSpec]) -> None:
+        """Learn the ids of a request that a limit forbids, when value estimates are to bootstrap from there.
+
+        Does nothing unless the session was opened with `last_contexts`, and then once.
+        """
+        if not self._last_contexts or self._has_looked:
+            return
+        sampling = msgspec.structs.replace(self.allowed_sampling(None), max_tokens=1)
+        try:
+            completion = await self._ask(chat, sampling, tools, self.next_seed())
+        except EndpointError:
+            return  # what was recorded last has to do
+        self._keep_last_context(completion)
+
     def failed(self, error: EndpointError) -> None:
         """Remember that the server failed a request: if the agent gives up now, it is not the agent's fault."""
         self._verdict.fail(error)
@@ -340,17 +354,6 @@ class Session:
         except EndpointError as error:
             self.failed(error)
             raise
-
-    async def _look_ahead(self, chat: tuple[Message, ...], tools: Sequence[ToolSpec]) -> None:
-        """Learn the ids of a request that a limit forbids, when value estimates are to bootstrap from there."""
-        if not self._last_contexts or self._has_looked:
-            return
-        sampling = msgspec.structs.replace(self.allowed_sampling(None), max_tokens=1)
-        try:
-            completion = await self._ask(chat, sampling, tools, self.next_seed())
-        except EndpointError:
-            return  # what was recorded last has to do
-        self._keep_last_context(completion)
 
     def _keep_last_context(self, completion: Completion) -> None:
         self._has_looked = True

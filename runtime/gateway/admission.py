@@ -61,7 +61,7 @@ class Admission:
         if guest.exchanges.attached >= self.config.max_open_per_session:
             limit = self.config.max_open_per_session
             raise _later(f"a session must not have more than {limit} requests open", 429)
-        guest.session.admit()
+        guest.session.admit(others=guest.exchanges.attached)
 
     def seen(self, guest: Guest) -> None:
         """Begin the time after which an idle session that was opened by its key ends."""

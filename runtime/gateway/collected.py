@@ -17,6 +17,7 @@ from turngate.runtime.wire import (
     WireFunction,
     WireToolCall,
     chat_choice_completion,
+    check_finished,
     error_message,
     prompt_ids,
     text_choice_completion,
@@ -109,6 +110,7 @@ class _Collected(Generic[ChoiceT]):
 
     def _keep(self, choice: ChoiceT, chunk: _Chunk) -> None:
         choice.finish_reason = chunk.finish_reason or choice.finish_reason
+        check_finished(choice)  # before the agent takes an abort for the end of the turn
         if chunk.token_ids is not None:
             choice.token_ids = (choice.token_ids or []) + chunk.token_ids
         if chunk.policy_versions is not None:

@@ -209,7 +209,11 @@ class Gateway:
             name = http.headers.get("Idempotency-Key", "")
             digest = blake2b(body, digest_size=16, key=role.encode()[:64]).hexdigest()
             key = name or f"{http.path} {digest}"
-            exchange = self._exchange(http, guest, key, digest, lambda: make(guest, body, role))
+            try:
+                exchange = self._exchange(http, guest, key, digest, lambda: make(guest, body, role))
+            except SessionLimit:
+                await self._works.look_ahead(guest.session, http.path, body)
+                raise
             try:
                 return await deliver(http, exchange)
             except RequestError:

@@ -20,6 +20,7 @@ from turngate.runtime.gateway.sse import DONE, event_data
 from turngate.runtime.gateway.upstream import arrival
 from turngate.runtime.openai_api.neutral import NEUTRAL, NEUTRAL_CHAT, refuse_unsupported
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
+from turngate.runtime.resending import resend_aborted
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session import Session
 from turngate.runtime.types import Completion, Message
@@ -80,9 +81,12 @@ class ServerSource:
         self._sent = endpoint.policy_version
 
     async def whole(self) -> Whole:
-        """Ask, and return the reply."""
+        """Ask, and return the reply; one that the server gave up is asked for again."""
+        return await resend_aborted(self._ask, self._timeout_s)
+
+    async def _ask(self, timeout_s: float) -> Whole:
         self._sent = self._endpoint.policy_version
-        body = await self._endpoint.request(self._path, self._body, timeout_s=self._timeout_s)
+        body = await self._endpoint.request(self._path, self._body, timeout_s=timeout_s)
         reply = decode_reply(body, text=self._is_text)
         if len(reply.choices) < 1:
             raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")

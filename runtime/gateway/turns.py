@@ -22,7 +22,7 @@ from turngate.runtime.gateway.keys import role_in
 from turngate.runtime.gateway.rendered import Envelope
 from turngate.runtime.gateway.response_items import Translation
 from turngate.runtime.gateway.responses import decode_responses, output_messages
-from turngate.runtime.gateway.sources import RenderedSource, ServerSource, Source
+from turngate.runtime.gateway.sources import RenderedSource, ServerSource, Source, offered_tools
 from turngate.runtime.gateway.sse import DONE, SSE_HEADERS, event_piece
 from turngate.runtime.gateway.upstream import refusal_of
 from turngate.runtime.openai_api.refusals import RequestError
@@ -100,13 +100,21 @@ class Works:
 
         return work
 
+    async def look_ahead(self, session: Session, path: str, body: bytes) -> None:
+        """Let the session learn what the model would have been shown, if it wants to; text completions do not say."""
+        if path.endswith("/chat/completions"):
+            _, ask = decode_chat(body)
+            await session.look_ahead(tuple(message.as_message() for message in ask.messages), offered_tools(ask))
+
     def _chat_turn(
         self, session: Session, fields: Fields, ask: ChatAsk, chat: tuple[Message, ...], role: str
     ) -> "_Turn":
         drawing = drawing_for(fields, ask, session)
         source: Source
         endpoint = self.endpoint
-        if isinstance(endpoint, Endpoint) and token_mode_of(endpoint) != "tokens":
+        is_servers = isinstance(endpoint, Endpoint) and token_mode_of(endpoint) != "tokens"
+        # Guidance is asked for, and recorded, by the endpoint itself.
+        if isinstance(endpoint, Endpoint) and is_servers and drawing.sampling.guidance is None:
             sent = chat_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect)
             source = ServerSource(endpoint, "/chat/completions", sent, choices=ask.n or 1, timeout_s=self._timeout_s)
         else:

@@ -8,13 +8,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tests.runtime.gateway.doors import ADMIN, CHAT, door_to
+from tests.runtime.gateway.doors import ADMIN, CHAT, door_to, events
 from turngate.envs.base import End
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.gateway import Gateway, GatewayConfig
 from turngate.runtime.limits import Limits
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.testing import FakeEndpoint, render_ids
+from turngate.runtime.testing.scripted_server import Said
 from turngate.runtime.types import Message, Sampling
 
 CHAT_PATH = "/v1/chat/completions"
@@ -361,3 +362,41 @@ async def until(condition):
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - another task's progress; the test's limit is the only clock
             await asyncio.sleep(0)
+
+
+async def test_requests_under_way_count_towards_the_limit_of_turns():
+    async with door_to(table={"limits": Limits(max_turns=2)}) as door:
+        session = door.session()
+        gate = asyncio.Event()
+        door.server.before_answer = gate.wait
+        tasks = [asyncio.create_task(door.post(CHAT_PATH, session.key, {**CHAT, "seed": n})) for n in range(2)]
+        await until(lambda: door.server.open == 2)
+        assert (await door.post(CHAT_PATH, session.key))[0] == 409
+        gate.set()
+        assert [(await task)[0] for task in tasks] == [200, 200]
+        assert session.turns == 2
+
+
+async def test_a_request_that_the_limit_forbids_still_tells_what_the_model_would_have_been_shown():
+    async with door_to(table={"limits": Limits(max_turns=1)}) as door:
+        session = door.session(last_contexts=True)
+        await door.post(CHAT_PATH, session.key)
+        longer = [*CHAT["messages"], {"role": "assistant", "content": "hello"}, {"role": "user", "content": "more"}]
+        for _ in range(2):
+            assert (await door.post(CHAT_PATH, session.key, {**CHAT, "messages": longer}))[0] == 409
+        trajectory = session.seal()
+        assert [request["max_tokens"] for request in door.server.requests] == [64, 1]
+    shown = [Message("user", "hi"), Message("assistant", "hello"), Message("user", "more")]
+    assert trajectory.last_context_is_whole
+    assert list(memoryview(trajectory.last_context).cast("i")) == render_ids(shown)
+
+
+async def test_a_reply_that_the_server_gave_up_is_asked_for_again_and_no_stream_ends_with_it():
+    finishes = ["abort", "stop", "abort"]
+    async with door_to(lambda _: Said("one two", finish_reason=finishes.pop(0))) as door:
+        session = door.session()
+        assert (await door.post(CHAT_PATH, session.key))[0] == 200
+        _, text, _ = await door.post(CHAT_PATH, session.key, {**CHAT, "stream": True})
+        assert events(text)[-1]["error"]["code"] == "upstream_failed"
+        assert '"abort"' not in text
+        assert (len(door.server.requests), session.turns) == (3, 1)
