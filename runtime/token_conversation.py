@@ -171,7 +171,8 @@ class TokenConversation:
         parts = place.branch.text_to(answer)
         if new:
             parts.append(ids_text(new))
-        return JsonIds(b"%b]" % b",".join(parts), answer.length + len(new))
+        parts[-1] = b"%b]" % parts[-1]  # the last part is short: the whole is copied once, by the join
+        return JsonIds(b",".join(parts), answer.length + len(new))
 
     def _read(self, completion: Completion, sampling: Sampling, prefix: str, *, has_tools: bool) -> Completion:
         """Return the completion with text and calls as the sampled ids say, whatever the server makes of them."""
