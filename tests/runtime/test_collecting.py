@@ -145,6 +145,31 @@ async def test_a_cancellation_that_comes_from_inside_an_episode_costs_that_episo
     assert (found.episodes, found.failed, found.successes) == (3, 1, 2)
 
 
+async def test_an_episode_that_another_one_cancels_is_recorded_and_the_rest_is_played(tmp_path):
+    playing = set(asyncio.all_tasks())
+    asked, tasks = asyncio.Event(), [*TASKS, Task("d", "say d")]
+
+    async def answer(messages):
+        if messages[-1].content == "say a":
+            asked.set()
+            await asyncio.Event().wait()
+        return messages[-1].content[-1]
+
+    class Vandal(Say):
+        async def step(self, action: Action) -> Step:
+            if self.word == "b":
+                await asked.wait()
+                for task in asyncio.all_tasks() - playing:
+                    task.cancel()
+                await asyncio.sleep(0)
+            return await super().step(action)
+
+    found = await collect(runtime(answer, max_concurrent=2), Vandal, tasks, tmp_path / "out.jsonl")
+    errors = {t.task.id: t.error for t in read_trajectories(tmp_path / "out.jsonl")}
+    assert "cancelled by something that runs inside" in errors["a"]
+    assert (found.episodes, found.failed, found.successes) == (4, 2, 2)
+
+
 async def test_a_scope_that_is_cancelled_ends_the_collection(tmp_path):
     waiting = asyncio.Event()
 
