@@ -26,6 +26,7 @@ from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, Tur
 from turngate.runtime.limits import Limits
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session_calls import CallDropped, SessionCalls
+from turngate.runtime.session_limits import fits_context, limit_reached, over_long
 from turngate.runtime.session_recorder import SessionRecorder
 from turngate.runtime.session_sampling import allowed_sampling, why_not_trained
 from turngate.runtime.session_turns import SessionTurns
@@ -230,12 +231,9 @@ class Session:
         """
         if self.state == "sealed":
             raise self._sealed("requests")
-        limits = self.limits
-        if self._verdict.stopped_by is None:
-            if self._requests + len(self._calls) + others >= limits.max_turns:
-                self._verdict.stop(End.turn_limit, f"got {limits.max_turns} turns (Limits.max_turns)")
-            elif limits.max_policy_tokens is not None and self._recorder.policy_tokens >= limits.max_policy_tokens:
-                self._verdict.stop(End.token_limit, f"got {limits.max_policy_tokens} tokens (Limits.max_policy_tokens)")
+        requests = self._requests + len(self._calls) + others
+        if reached := limit_reached(self.limits, requests=requests, policy_tokens=self._recorder.policy_tokens):
+            self._verdict.stop(*reached)
         if self._verdict.stopped_by is not None:
             raise SessionLimit(
                 f"session must stay within its limits: {self._verdict.because} (session {self.id}"
@@ -278,11 +276,8 @@ class Session:
             self._first_observation = said_last(messages)
         is_whole = True
         for completion in completions:
-            if self._is_too_long(completion):
-                limit = self.limits.max_context_tokens
-                self._verdict.stop(
-                    End.context_overflow, f"got a turn beyond {limit} tokens (Limits.max_context_tokens)"
-                )
+            if reached := over_long(self.limits, completion):
+                self._verdict.stop(*reached)
                 self._keep_last_context(completion)
                 is_whole = False
                 continue
@@ -357,13 +352,8 @@ class Session:
 
     def _keep_last_context(self, completion: Completion) -> None:
         self._has_looked = True
-        limit = self.limits.max_context_tokens
-        if limit is None or len(completion.prompt_token_ids) <= limit:  # learners may be sized for the limit
+        if fits_context(self.limits, completion):
             self._recorder.add_last_context(completion.prompt_token_ids)
-
-    def _is_too_long(self, completion: Completion) -> bool:
-        limit = self.limits.max_context_tokens
-        return limit is not None and len(completion.prompt_token_ids) + len(completion.token_ids) > limit
 
     def _sealed(self, what: str) -> SessionSealed:
         trajectory = self._trajectory
