@@ -246,7 +246,14 @@ class Completions:
         logprobs = None
         if ask.logprobs:
             decoder = StreamDecoder(self._tokenizer, skip_special=False)
-            logprobs = chat_logprobs(decoder, self._tokenizer, one.token_ids, one.logprobs, one.top_logprobs)
+            logprobs = chat_logprobs(
+                decoder,
+                self._tokenizer,
+                one.token_ids,
+                one.logprobs,
+                one.top_logprobs,
+                by_id=ask.return_tokens_as_token_ids,
+            )
         return ChatChoice(
             index=index,
             message=message,
@@ -290,7 +297,7 @@ class Completions:
             decoder.push_bytes(prompt[-1])
         logprobs = None
         if ask.logprobs is not None:
-            logprobs = completion_logprobs(decoder, tokenizer, ids, values, top)
+            logprobs = completion_logprobs(decoder, tokenizer, ids, values, top, by_id=ask.return_tokens_as_token_ids)
         return CompletionChoice(
             index=index,
             text=text,

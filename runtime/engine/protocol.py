@@ -1,8 +1,9 @@
 """What clients may ask of the engine: typed requests, decoded and checked, with the offending field named.
 
-The wire format is OpenAI's, with vLLM's `top_k`, `return_token_ids` and token-id prompts. Fields nobody knows are
-ignored, as other servers do; fields that would change the distribution and are not implemented are refused rather
-than ignored, because a client that trains on the reply must be able to trust its log-probs.
+The wire format is OpenAI's, with vLLM's `top_k`, `return_token_ids`, `return_tokens_as_token_ids` and token-id
+prompts. Fields nobody knows are ignored, as other servers do; fields that would change the distribution and are not
+implemented are refused rather than ignored, because a client that trains on the reply must be able to trust its
+log-probs.
 """
 
 import math
@@ -153,6 +154,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     guidance: GuidanceFields | None = None
     """Ours: draw every token by the values of what it leads to."""
 

@@ -172,19 +172,28 @@ def chat_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     top_logprobs: Sequence[TopLogprobs],
+    *,
+    by_id: bool | None = False,
 ) -> ChatLogprobs:
-    """Return the log-probs of consecutive tokens; `decoder` remembers what came before them."""
+    """Return the log-probs of consecutive tokens; `decoder` remembers what came before them.
+
+    Args: by_id: name tokens `token_id:123` instead of by their text, as `return_tokens_as_token_ids` asks.
+    """
     content: list[TokenLogprob] = []
     for index, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         piece = decoder.push_bytes(token)
-        top = [_alternative(tokenizer, *pair) for pair in top_logprobs[index]] if top_logprobs else []
-        content.append(TokenLogprob(piece.decode(errors="replace"), logprob, list(piece), top))
+        top = [_alternative(tokenizer, *pair, by_id=by_id) for pair in top_logprobs[index]] if top_logprobs else []
+        content.append(TokenLogprob(_name(token, piece, by_id), logprob, list(piece), top))
     return ChatLogprobs(content)
 
 
-def _alternative(tokenizer: Tokenizer, token: int, logprob: float) -> TokenLogprob:
+def _alternative(tokenizer: Tokenizer, token: int, logprob: float, *, by_id: bool | None) -> TokenLogprob:
     piece = tokenizer.bytes_of(token)
-    return TokenLogprob(piece.decode(errors="replace"), logprob, list(piece))
+    return TokenLogprob(_name(token, piece, by_id), logprob, list(piece))
+
+
+def _name(token: int, piece: bytes, by_id: bool | None) -> str:
+    return f"token_id:{token}" if by_id else piece.decode(errors="replace")
 
 
 def completion_logprobs(
@@ -195,16 +204,21 @@ def completion_logprobs(
     top_logprobs: Sequence[TopLogprobs],
     *,
     offset: int = 0,
+    by_id: bool | None = False,
 ) -> CompletionLogprobs:
-    """Return the log-probs of consecutive tokens in the flat form; `offset` is the text's length before them."""
+    """Return the log-probs of consecutive tokens in the flat form; `offset` is the text's length before them.
+
+    Args: by_id: as of `chat_logprobs`.
+    """
     tokens: list[str] = []
     offsets: list[int] = []
     for token in token_ids:
-        tokens.append(decoder.push_bytes(token).decode(errors="replace"))
+        piece = decoder.push_bytes(token)
+        tokens.append(_name(token, piece, by_id))
         offsets.append(offset)
         # A special token is named among the tokens and is not in the text.
-        offset += 0 if tokenizer.is_special(token) else len(tokens[-1])
-    top = [_top_by_text(tokenizer, entry) for entry in top_logprobs] if top_logprobs else None
+        offset += 0 if tokenizer.is_special(token) else len(piece.decode(errors="replace"))
+    top = [_top_by_name(tokenizer, entry, by_id) for entry in top_logprobs] if top_logprobs else None
     return CompletionLogprobs(tokens, list(logprobs), top, offsets)
 
 
@@ -217,12 +231,12 @@ def implied_space(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequen
     return " " if len(decoder.push_bytes(token_ids[0])) > len(tokenizer.bytes_of(token_ids[0])) else ""
 
 
-def _top_by_text(tokenizer: Tokenizer, top: TopLogprobs) -> dict[str, float] | None:
-    """Alternatives by their text, best first; of two tokens that read the same the likelier is kept."""
-    texts: dict[str, float] = {}
+def _top_by_name(tokenizer: Tokenizer, top: TopLogprobs, by_id: bool | None) -> dict[str, float] | None:
+    """Alternatives by their name, best first; of two tokens that read the same the likelier is kept."""
+    names: dict[str, float] = {}
     for token, logprob in top:
-        texts.setdefault(tokenizer.bytes_of(token).decode(errors="replace"), logprob)
-    return texts or None
+        names.setdefault(_name(token, tokenizer.bytes_of(token), by_id), logprob)
+    return names or None
 
 
 def tool_call_parts(calls: Sequence[ToolCall], *, with_index: bool = False) -> list[dict[str, Any]]:

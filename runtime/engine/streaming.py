@@ -113,7 +113,12 @@ class ChatStream:
         logprobs = None
         if self._ask.logprobs:
             logprobs = chat_logprobs(
-                self._decoders[index], self._tokenizer, report.token_ids, report.logprobs, report.top_logprobs
+                self._decoders[index],
+                self._tokenizer,
+                report.token_ids,
+                report.logprobs,
+                report.top_logprobs,
+                by_id=self._ask.return_tokens_as_token_ids,
             )
         choice = ChatChoice(
             index=index,
@@ -188,7 +193,13 @@ class CompletionStream:
         if self._ask.logprobs is not None:
             decoder, offset = self._decoders[index], self._offsets[index]
             logprobs = completion_logprobs(
-                decoder, self._tokenizer, report.token_ids, report.logprobs, report.top_logprobs, offset=offset
+                decoder,
+                self._tokenizer,
+                report.token_ids,
+                report.logprobs,
+                report.top_logprobs,
+                offset=offset,
+                by_id=self._ask.return_tokens_as_token_ids,
             )
         self._offsets[index] += len(text)
         choice = CompletionChoice(

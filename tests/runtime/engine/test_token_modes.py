@@ -1,6 +1,7 @@
 """Token-in/token-out against the engine: the ids of the server's own rendering, and none of its drift."""
 
 import functools
+import json
 
 import pytest
 
@@ -43,18 +44,20 @@ def endpoint_at(server, mode):
     renderer = EngineRenderer(server.fake.tokenizer if hasattr(server, "fake") else server.tokenizer)
     if mode == "server":
         return Endpoint(url, model="policy")
-    return Endpoint(url, model="policy", dialect=Dialect(token_mode="tokens"), renderer=renderer)
+    dialect = Dialect(token_mode="tokens", token_id_strings=mode == "strings")
+    return Endpoint(url, model="policy", dialect=dialect, renderer=renderer)
 
 
-async def both(server, env, *, context, max_tokens=8, **options):
-    """Play one episode in each mode; return the trajectories."""
+async def both(server, env, ours, *, context, max_tokens=8, **options):
+    """Play one episode rendered by the server and one rendered here; return the trajectories."""
     played = []
-    for mode in ("server", "tokens"):
+    for mode in ("server", ours):
         async with endpoint_at(server, mode) as endpoint:
             sampling = Sampling(max_tokens=max_tokens, **options)
             trajectory = await run_rollout(env, TASK, endpoint, context=context, sampling=sampling, seed=3)
         assert trajectory.end is End.success, trajectory.error
-        assert (trajectory.token_mode, trajectory.untrainable_because) == (mode, "")
+        assert trajectory.token_mode == ("server" if mode == "server" else "tokens")
+        assert trajectory.untrainable_because == ""
         played.append(trajectory)
     return played
 
@@ -66,13 +69,15 @@ CALLING = (ToolSpec("buy", "the red", {"type": "object"}),)
 @pytest.mark.parametrize("context", CONTEXTS, ids=repr)
 @pytest.mark.parametrize("max_tokens", [8, 1], ids=["whole", "cut"])
 @pytest.mark.parametrize("tools", [(), CALLING], ids=["text", "tools"])
-async def test_both_modes_record_the_same_ids(start_server, tokenizer, monkeypatch, context, max_tokens, tools):
+@pytest.mark.parametrize("mode", ["tokens", "strings"])
+async def test_both_modes_record_the_same_ids(start_server, tokenizer, monkeypatch, context, max_tokens, tools, mode):
     async with start_server(policy_version=2) as server:
         if tools:
             call = [tokenizer.special("<|call|>"), *tokenizer.encode("buy {}")]
             server.fake.script = [*tokenizer.encode("red"), *call, tokenizer.end]
         monkeypatch.setattr(server._completions, "_max_context", 512)
-        ours, theirs = await both(server, functools.partial(ShopEnv, tools), context=context, max_tokens=max_tokens)
+        env = functools.partial(ShopEnv, tools)
+        ours, theirs = await both(server, env, mode, context=context, max_tokens=max_tokens)
     assert ours.segments == theirs.segments
     assert ours.drifts == theirs.drifts == 0
     assert len(ours.segments) == 1 or context is not CONTEXTS[0]
@@ -104,3 +109,30 @@ async def test_what_a_model_says_in_its_own_tokens_drifts_on_the_server_and_not_
     for at, mask in enumerate(segment.policy_mask):
         if mask:
             assert scores[at] == pytest.approx(segment.logprob_values()[at], abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_log_probs_can_be_named_by_id(http, start_server, tokenizer, stream):
+    asked = {"return_tokens_as_token_ids": True, "stream": stream}
+    messages = [{"role": "user", "content": "red"}]
+    async with start_server() as server:
+        root = f"http://127.0.0.1:{server.port}/v1"
+        names = [f"token_id:{i}" for i in server.fake.script]
+        body = {"messages": messages, "logprobs": True, **asked}
+        async with http.post(f"{root}/chat/completions", json=body) as reply:
+            chat = await read(reply, stream)
+        async with http.post(f"{root}/completions", json={"prompt": "red", "logprobs": 0, **asked}) as reply:
+            text = await read(reply, stream)
+    found = [entry["token"] for choice in chat if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert found == names
+    assert [name for choice in text if choice["logprobs"] for name in choice["logprobs"]["tokens"]] == names
+    offsets = [offset for choice in text if choice["logprobs"] for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == sorted(offsets)
+
+
+async def read(reply, stream):
+    """Return all choices of a reply, or of its chunks."""
+    body = await reply.text()
+    lines = body.split("\n\n") if stream else [f"data: {body}"]
+    replies = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return [choice for one in replies for choice in one["choices"]]
