@@ -2,9 +2,13 @@ import asyncio
 
 import msgspec
 import pytest
+import torch
 
 from turngate.runtime import Endpoint, Sampling
-from turngate.runtime.capabilities import Capabilities
+from turngate.runtime.capabilities import USES, Capabilities
+from turngate.runtime.engine import Engine
+from turngate.runtime.engine.model import ModelConfig, PolicyModel
+from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.errors import ConfigError, EndpointError, EndpointRefused
 from turngate.runtime.probe import probe
 from turngate.runtime.probing.asking import MAX_REQUESTS
@@ -174,3 +178,25 @@ async def test_a_server_that_says_nothing_is_given_up():
             await probe(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "any", timeout_s=0.05)
         for writer in held:
             writer.close()
+
+
+async def test_the_embedded_engine_can_all_that_training_needs():
+    tokenizer = Tokenizer.train(["count from one to ten, and call the tool"])
+    config = ModelConfig(
+        vocab_size=len(tokenizer), width=16, layers=1, heads=1, head_dim=16, mlp_width=16, max_context=512
+    )
+    torch.manual_seed(0)
+    model = PolicyModel(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights *= 3.0  # as opinionated as a trained one
+    async with Engine.start(model, tokenizer, mode="thread") as engine:
+        found = await probe(engine.endpoint)
+        assert engine.endpoint.policy_version == await engine.publisher.served_version() == 0
+    others = {name: verdict for name, verdict in verdicts(found).items() if verdict != "yes"}
+    # This model's greedy reply has no text, and it calls no tools: nothing to see there.
+    assert others.keys() <= {"top_k", "stop", "stop_ids", "tool_calls", "id_strings"}
+    assert {verdict for name, verdict in others.items() if name != "id_strings"} <= {"unknown"}
+    assert (found.server, found.max_context, found.weight_routes) == ("turngate engine", 512, ("/admin/weights",))
+    for use in USES:
+        assert found.problems(use, has_renderer=False) == []
