@@ -140,7 +140,7 @@ def judge_stop(answer: Answer, whole: str, stop: str) -> Finding:
     if text == expected:
         return yes(f"text ended before {stop!r}")
     if text.startswith(whole):
-        return no(f"text went on past {stop!r}")
+        return no(f"text holds the stop string {stop!r} and goes on")
     if stop in text and whole.startswith(text):
         return no(f"generation ended, but the text holds {stop!r} and the rest of its token")
     return unknown("greedy replies differ")

@@ -189,7 +189,7 @@ async def test_the_embedded_engine_can_all_that_training_needs():
     model = PolicyModel(config)
     with torch.no_grad():
         for weights in model.parameters():
-            weights *= 3.0  # as opinionated as a trained one
+            weights.mul_(3.0)  # as opinionated as a trained one
     async with Engine.start(model, tokenizer, mode="thread") as engine:
         found = await probe(engine.endpoint)
         assert engine.endpoint.policy_version == await engine.publisher.served_version() == 0
@@ -199,4 +199,4 @@ async def test_the_embedded_engine_can_all_that_training_needs():
     assert {verdict for name, verdict in others.items() if name != "id_strings"} <= {"unknown"}
     assert (found.server, found.max_context, found.weight_routes) == ("turngate engine", 512, ("/admin/weights",))
     for use in USES:
-        assert found.problems(use, has_renderer=False) == []
+        assert found.problems(use, Sampling(temperature=0.7, top_p=0.9), has_renderer=False) == []
