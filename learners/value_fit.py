@@ -1,0 +1,254 @@
+"""Fit a critic to recorded episodes, offline: what guides a frozen policy, or scores its actions.
+
+Monte Carlo targets: at every token the policy sampled, and once more behind each action, the value is trained towards
+what the episode was paid from then on. Behind an action it is Q(h, a), in between the value of the prefix, so that one
+critic serves guidance of whole actions and of single tokens.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from turngate.learners.batch import length_sorted
+from turngate.learners.critic import ValueKind
+from turngate.learners.optimizers import MuonAdamW, Schedule
+from turngate.learners.policy_model import ModelChoice, TrainableModel, model_source
+from turngate.learners.turns import RewardsOf, action_turns, recorded_rewards
+from turngate.learners.value_metrics import brier_score, explained_variance, success_auc
+from turngate.runtime.engine.packing import pack
+from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.seeds import derive_seed
+from turngate.runtime.types import Segment, Trajectory
+
+__all__ = ["ValueFitConfig", "ValueFitReport", "fit_critic"]
+
+_log = logging.getLogger("turngate.value_fit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFitConfig:
+    """How a critic is fitted."""
+
+    kind: ValueKind = "success"
+    """`success`: returns lie in [0, 1] and the head's logit is trained by cross-entropy; `scalar`: by squares."""
+    epochs: int = 4
+    batch_trajectories: int = 32
+    """Episodes per optimizer step."""
+    muon_lr: float | None = 5e-3
+    adamw_lr: float = 2e-3
+    schedule: Schedule = field(default=Schedule(warmup_updates=20, decay_start=0.0, decay_to=0.1))
+    """Over optimizer steps; its length is the fit's."""
+    held_out: float = 0.15
+    """Share of tasks that are never trained on: they measure, and choose the epoch that is kept."""
+    max_grad_norm: float = 1.0
+    microbatch_tokens: int = 8192
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("success", "scalar"):
+            raise ConfigError(f"kind must be success or scalar: got {self.kind!r} (ValueFitConfig)")
+        for name in ("epochs", "batch_trajectories", "microbatch_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more: got {getattr(self, name)} (ValueFitConfig)")
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"held_out must be above 0 and below 1: got {self.held_out} (ValueFitConfig)")
+        if not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be positive: got {self.max_grad_norm} (ValueFitConfig)")
+
+
+class ValueFitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How good the critic is, on episodes of tasks it was not trained on. None where that is not defined."""
+
+    episodes: int
+    held_out: int
+    excluded: int
+    """Episodes that say nothing about returns: truncated, failed, or without token ids."""
+    success: float
+    """Share of training episodes with a return above 0."""
+    epoch: int
+    """The one that was kept, from 1."""
+    losses: tuple[float, ...]
+    """Held-out loss after each epoch."""
+    auc: float | None
+    """Of Q behind actions, against whether the episode was paid anything from then on."""
+    auc_by_turn: dict[int, float]
+    brier: float | None
+    explained_variance: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One segment with a place to read a value at every sampled token and behind every action."""
+
+    ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    targets_P: NDArray[np.float32]
+    is_end_P: NDArray[np.bool_]
+    """Behind an action."""
+    turns_P: NDArray[np.int64]
+    task: str
+
+
+def fit_critic(
+    model: ModelChoice,
+    trajectories: Sequence[Trajectory],
+    folder: Path,
+    *,
+    config: ValueFitConfig = ValueFitConfig(),
+    rewards: RewardsOf = recorded_rewards,
+) -> ValueFitReport:
+    """Train a copy of `model` with a value head on episodes and write it to `folder`; `Engine.start(critic=folder)`.
+
+    Only episodes with a terminal end are used: what was cut short has no return yet.
+    Raises: LearnerError: too few episodes, returns outside [0, 1] for kind `success`, or a loss that is not finite.
+    """
+    usable = [t for t in trajectories if t.end.is_terminal and t.trainable and t.policy_tokens]
+    source = model_source(model)
+    critic = source.load(None, value_head=True)
+    rows = [[_row(s, t, rewards, config, critic.config.max_context) for s in t.segments] for t in usable]
+    train, held = _split([[row for row in own if row is not None] for own in rows], config)
+    optimizer = MuonAdamW(critic, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
+    steps = config.epochs * math.ceil(len(train) / config.batch_trajectories)
+    schedule = msgspec.structs.replace(config.schedule, total_updates=steps)
+    generator = torch.Generator().manual_seed(config.seed)
+    losses: list[float] = []
+    best: dict[str, Tensor] = {}
+    step = 0
+    for epoch in range(config.epochs):
+        order = torch.randperm(len(train), generator=generator).tolist()
+        for start in range(0, len(order), config.batch_trajectories):
+            picked = [row for i in order[start : start + config.batch_trajectories] for row in train[i]]
+            _step(critic, picked, optimizer, config, schedule.factor(step))
+            step += 1
+        outputs, targets = _read(critic, [row for own in held for row in own], config)
+        losses.append(float(_loss(outputs, targets, config).mean()))
+        _log.info(f"epoch {epoch + 1}: held-out loss {losses[-1]:.4f}")
+        if losses[-1] == min(losses):
+            best = {name: tensor.detach().clone() for name, tensor in critic.state_dict().items()}
+    critic.load_state_dict(best)
+    critic.save(folder)
+    source.copy_companions(folder)
+    return _report(critic, train, held, losses, len(trajectories) - len(usable), config)
+
+
+def _row(
+    segment: Segment, trajectory: Trajectory, rewards: RewardsOf, config: ValueFitConfig, max_context: int
+) -> _Row | None:
+    generated_T = np.frombuffer(segment.policy_mask, np.uint8) != 0
+    if not generated_T.any():
+        return None
+    turns = action_turns(trajectory, rewards(trajectory))
+    to_go_T = turns.rewards_T.flip(0).cumsum(0).flip(0).tolist()
+    returns = dict(zip(turns.turns, to_go_T, strict=True))
+    ids_T = np.append(np.frombuffer(segment.token_ids, np.int32).astype(np.int64), 0)
+    turns_T = np.append(np.frombuffer(segment.turn_ids, np.int32).astype(np.int64), -1)
+    sampled_T = np.append(generated_T, False)
+    end_T = np.zeros_like(sampled_T)
+    end_T[1:] = sampled_T[:-1] & ((~sampled_T[1:]) | (turns_T[1:] != turns_T[:-1]))
+    mask_T = (sampled_T | end_T)[:max_context]
+    at_P = np.flatnonzero(mask_T)
+    # A place behind an action belongs to it; where the next action follows at once, to that one's first token.
+    own_P = np.where(sampled_T[at_P], turns_T[at_P], turns_T[at_P - 1])
+    targets_P = np.array([returns[int(turn)] for turn in own_P], np.float32)
+    if config.kind == "success" and not ((targets_P >= 0) & (targets_P <= 1)).all():
+        raise LearnerError(
+            f"returns must lie in [0, 1] for kind success: got {targets_P.min()} to {targets_P.max()} (trajectory "
+            f"{trajectory.id}); use kind='scalar', or rewards=... that pay an outcome"
+        )
+    last = int(at_P[-1]) + 1
+    is_end_P = end_T[at_P] & ~sampled_T[at_P]
+    return _Row(ids_T[:last], mask_T[:last], targets_P, is_end_P, own_P, trajectory.task.id)
+
+
+def _split(rows: list[list[_Row]], config: ValueFitConfig) -> tuple[list[list[_Row]], list[list[_Row]]]:
+    """Part the episodes by task, so that no task is on both sides."""
+    found = [own for own in rows if own]
+    share = {own[0].task: derive_seed(config.seed, "held out", own[0].task) / 2**63 for own in found}
+    held = [own for own in found if share[own[0].task] < config.held_out]
+    train = [own for own in found if share[own[0].task] >= config.held_out]
+    if not train or not held:
+        raise LearnerError(
+            f"a critic needs episodes with terminal ends of several tasks: got {len(train)} to train on and "
+            f"{len(held)} held out"
+        )
+    return train, held
+
+
+def _step(
+    critic: TrainableModel, rows: Sequence[_Row], optimizer: MuonAdamW, config: ValueFitConfig, factor: float
+) -> None:
+    optimizer.zero_grad()
+    count = sum(len(row.targets_P) for row in rows)
+    total = 0.0
+    for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
+        outputs, targets = _outputs(critic, [rows[i] for i in indices])
+        loss = _loss(outputs, targets, config).sum() / count
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    norm = optimizer.clip_grad_norm(config.max_grad_norm)
+    if not (math.isfinite(total) and math.isfinite(norm)):
+        raise LearnerError(f"loss and gradient must be finite: got {total} and norm {norm}; lower the learning rates")
+    optimizer.step(factor)
+
+
+def _outputs(critic: TrainableModel, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
+    outputs = critic.values(pack([row.ids_T for row in rows], [row.mask_T for row in rows]))
+    if outputs is None:
+        raise LearnerError("the critic's model must have a value head: it has none")
+    return outputs, torch.from_numpy(np.concatenate([row.targets_P for row in rows]))
+
+
+def _loss(outputs: Tensor, targets: Tensor, config: ValueFitConfig) -> Tensor:
+    if config.kind == "success":
+        return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+    return functional.mse_loss(outputs, targets, reduction="none")
+
+
+@torch.no_grad()
+def _read(critic: TrainableModel, rows: Sequence[_Row], config: ValueFitConfig) -> tuple[Tensor, Tensor]:
+    """Return what the head puts out at every place of all rows, in their order, and the targets there."""
+    outputs: list[Tensor] = [torch.empty(0)] * len(rows)
+    for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
+        found, _ = _outputs(critic, [rows[i] for i in indices])
+        for i, part in zip(indices, found.split([len(rows[i].targets_P) for i in indices]), strict=True):
+            outputs[i] = part
+    return torch.cat(outputs), torch.from_numpy(np.concatenate([row.targets_P for row in rows]))
+
+
+def _report(
+    critic: TrainableModel,
+    train: Sequence[Sequence[_Row]],
+    held: Sequence[Sequence[_Row]],
+    losses: Sequence[float],
+    excluded: int,
+    config: ValueFitConfig,
+) -> ValueFitReport:
+    rows = [row for own in held for row in own]
+    outputs, targets = _read(critic, rows, config)
+    values = outputs.sigmoid() if config.kind == "success" else outputs
+    is_end = torch.from_numpy(np.concatenate([row.is_end_P for row in rows]))
+    turns = torch.from_numpy(np.concatenate([row.turns_P for row in rows]))[is_end]
+    q, paid = values[is_end], targets[is_end]
+    by_turn = {int(t): success_auc(q[turns == t], paid[turns == t] > 0) for t in turns.unique()}
+    is_binary = config.kind == "success"
+    return ValueFitReport(
+        episodes=len(train),
+        held_out=len(held),
+        excluded=excluded,
+        success=sum(bool(own[0].targets_P[0] > 0) for own in train) / len(train),
+        epoch=losses.index(min(losses)) + 1,
+        losses=tuple(losses),
+        auc=success_auc(q, paid > 0),
+        auc_by_turn={turn: auc for turn, auc in by_turn.items() if auc is not None},
+        brier=brier_score(q, paid > 0) if is_binary else None,
+        explained_variance=explained_variance(q, paid),
+    )

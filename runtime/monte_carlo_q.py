@@ -1,0 +1,112 @@
+"""Values of actions by trying them: for each candidate, act, play on a few times, and take the mean return."""
+
+from collections.abc import Sequence
+
+import anyio
+
+from turngate.envs.base import Action, EnvFactory
+from turngate.runtime.branch_budget import BranchLedger
+from turngate.runtime.branching import here, play_on, return_of, spend
+from turngate.runtime.errors import GuidanceError
+from turngate.runtime.guidance import DecisionPoint, QValues
+from turngate.runtime.restarts import RestartPoint
+from turngate.runtime.runtime import Runtime
+from turngate.runtime.seeds import derive_seed
+from turngate.runtime.selection import soft_q
+from turngate.runtime.slots import Slots
+from turngate.runtime.types import Completion
+
+__all__ = ["MonteCarloQ"]
+
+
+class MonteCarloQ:
+    """Estimates Q by branching from the live environment's snapshot. The dearest value function, and the reference.
+
+        Guidance(MonteCarloQ(runtime, ShoppingEnv, continuations=4), beta=20.0, draws=4)
+
+    Equal candidates share their continuations. Branches have slots of their own: the decision that waits for them holds
+    one of the runtime's.
+    """
+
+    name = "monte_carlo"
+
+    # Changed by calls: the ledger, and the slots.
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        env: EnvFactory,
+        *,
+        continuations: int = 4,
+        soft_beta: float | None = None,
+        ledger: BranchLedger | None = None,
+        max_concurrent: int = 64,
+    ) -> None:
+        """Hold the parts.
+
+        Args: soft_beta: take (1 / beta) log mean exp(beta R) in place of the mean, which is the KL-optimal Q where the
+            environment has no luck of its own.
+            ledger: when it refuses, the decision has no values, and the base acts.
+        """
+        if continuations < 1:
+            raise GuidanceError(f"continuations must be 1 or more: got {continuations} (MonteCarloQ)")
+        self._runtime, self._env, self._continuations = runtime, env, continuations
+        self._soft_beta = soft_beta
+        self.ledger = ledger if ledger is not None else BranchLedger()
+        self._slots = Slots(max_concurrent)
+
+    def __repr__(self) -> str:
+        return f"<MonteCarloQ {self._continuations} continuations, {self.ledger!r}>"
+
+    async def __call__(self, point: DecisionPoint, candidates: Sequence[Completion], /) -> QValues:
+        """Return the mean return of each candidate. Cancelled: so are all branches.
+
+        Raises: GuidanceError: there is no environment to branch from, the ledger is spent, or no continuation of a
+        candidate came to an end.
+        """
+        if point.snapshot is None or point.task is None:
+            raise GuidanceError("Monte Carlo values need an environment with snapshots: there is none at this decision")
+        snapshot = await point.snapshot()
+        start = here(
+            point.task,
+            snapshot,
+            point.history,
+            origin=f"{point.task.id}.{point.seed:x}",
+            turn=point.turn,
+            policy_version=point.policy_version,
+        )
+        nodes = {_key(candidate): Action(candidate.text, candidate.tool_calls) for candidate in candidates}
+        returns: dict[object, list[float]] = {key: [] for key in nodes}
+
+        async def one(key: object, action: Action, number: int, index: int) -> None:
+            value = await self._play(start, action, derive_seed(point.seed, "monte carlo", number, index))
+            if value is not None:
+                returns[key].append(value)
+
+        async with anyio.create_task_group() as tg:
+            for number, (key, action) in enumerate(nodes.items()):
+                for index in range(self._continuations):
+                    tg.start_soon(one, key, action, number, index)
+        if empty := [action.text for action, found in zip(nodes.values(), returns.values(), strict=True) if not found]:
+            raise GuidanceError(
+                f"every candidate must have a continuation that came to an end: none has {empty[0]!r:.80}"
+            )
+        values = {key: self._mean(found) for key, found in returns.items()}
+        return QValues([values[_key(candidate)] for candidate in candidates], point.policy_version)
+
+    async def _play(self, start: RestartPoint, action: Action, seed: int) -> float | None:
+        async with self._slots.hold():
+            if not self.ledger.admit():
+                return None
+            trajectory = await play_on(self._runtime, self._env, start, action, seed=seed)
+            spend(self.ledger, trajectory)
+        return None if trajectory.end.is_failure else return_of(trajectory)
+
+    def _mean(self, returns: Sequence[float]) -> float:
+        if self._soft_beta is not None:
+            return soft_q(returns, self._soft_beta)
+        return sum(returns) / len(returns)
+
+
+def _key(candidate: Completion) -> object:
+    return candidate.text, tuple((call.name, call.arguments) for call in candidate.tool_calls)

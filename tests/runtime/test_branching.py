@@ -1,0 +1,384 @@
+"""Monte Carlo values by branching from snapshots."""
+
+import asyncio
+import math
+
+import pytest
+
+from turngate.envs.base import End, Observation, Step, Task
+from turngate.envs.fakes import CoinFlipEnv, EchoEnv
+from turngate.runtime import Limits, Runtime
+from turngate.runtime.allocation import SequentialStop
+from turngate.runtime.branch_budget import BranchLedger, BranchLimits, branching_cost
+from turngate.runtime.branching import branch, branch_point, turn_surprisal
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.guidance import Guidance
+from turngate.runtime.monte_carlo_q import MonteCarloQ
+from turngate.runtime.testing import FakeEndpoint, run_virtual
+
+TASK = Task("coin")
+
+
+class SureCoinEnv(CoinFlipEnv):
+    """The coin is always heads: what is guessed decides."""
+
+    async def step(self, action):
+        step = await super().step(action)
+        if step.end is None:
+            return step
+        right = action.text == "heads"
+        return Step(step.observation, {"outcome": float(right)}, End.success if right else End.failure)
+
+
+class WrittenEnv(CoinFlipEnv):
+    """What the first action was decides, and is part of the state."""
+
+    async def reset(self, task, seed):
+        return await super().reset(task, seed)
+
+    async def step(self, action):
+        self.flipped.append(action.text)
+        if len(self.flipped) < self.flips:
+            return Step(Observation("noted"))
+        right = self.flipped[0] == "heads"
+        return Step(Observation("done"), {"outcome": float(right)}, End.success if right else End.failure)
+
+
+def says(*texts):
+    """An endpoint that says one thing, or different things by turn of the history."""
+
+    def answer(messages):
+        taken = sum(message.role == "assistant" for message in messages)
+        return texts[min(taken, len(texts) - 1)]
+
+    return FakeEndpoint(answer)
+
+
+def runtime_of(endpoint, **settings):
+    return Runtime(endpoint, limits=settings.pop("limits", Limits(max_turns=20)), **settings)
+
+
+async def record(runtime, env, seed=3):
+    trajectory = await runtime.rollout(env, TASK, seed=seed, keep_snapshots=True)
+    assert not trajectory.end.is_failure, trajectory.error
+    return trajectory
+
+
+def cancel_at_every_tick(make, check):
+    """Run `make()` anew for every turn of the event loop, cancelled there wherever its tasks are; return how many."""
+
+    async def run(ticks):
+        task = asyncio.ensure_future(make())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        is_done = task.done()
+        task.cancel()
+        await asyncio.wait({task})
+        left = [other for other in asyncio.all_tasks() if other is not asyncio.current_task()]
+        assert not left, left
+        return is_done
+
+    ticks = 1  # before the first the coroutine has not begun
+    while not run_virtual(run(ticks)):
+        check(ticks)
+        ticks += 1
+    return ticks
+
+
+def explore(env, endpoint, *, settings=None, **options):
+    async def play():
+        runtime = runtime_of(endpoint, **(settings or {}))
+        trajectory = await record(runtime, env)
+        found = await branch(runtime, env, trajectory, **options)
+        assert (runtime.slots.held, runtime.slots.waiting) == (0, 0)
+        return found
+
+    return run_virtual(play())
+
+
+def test_eight_continuations_at_twenty_turns_cost_exactly_what_the_formula_says():
+    for estimand in ("Q", "V"):
+        ledger = BranchLedger()
+        found = explore(lambda: CoinFlipEnv(20), says("heads"), estimands=[estimand], continuations=8, ledger=ledger)
+        cost = branching_cost(20, 8, estimand)
+        assert (ledger.rollouts, ledger.model_turns, ledger.env_steps) == (160, cost.model_turns, cost.env_steps)
+        assert ledger.model_tokens == cost.model_turns * 6  # "heads" and the end
+        assert ledger.snapshot_bytes == 0 < ledger.most_snapshot_bytes
+        assert len(found.q if estimand == "Q" else found.v) == 20
+
+
+def test_p11_continuations_have_independent_luck_and_the_mean_is_the_coins():
+    found = explore(lambda: CoinFlipEnv(1), says("heads"), estimands=["Q", "V"], continuations=400)
+    q, v = found.q[0].estimate, found.v[0].estimate
+    assert q.mean == pytest.approx(0.5, abs=0.1)
+    assert 0 < q.successes < 400
+    ends = {kind: [t.end for t in branches.trajectories] for kind, branches in (("q", found.q[0]), ("v", found.v[0]))}
+    assert ends["q"] != ends["v"]
+    low, high = v.wilson()
+    assert low < 0.5 < high
+
+
+def test_b5_1_an_action_that_is_tried_again_meets_new_luck():
+    """eleurent/rl-agents#43: a copied environment replays one outcome."""
+    found = explore(lambda: CoinFlipEnv(2), says("heads"), continuations=40, turns=[1])
+    assert {t.end for t in found.q[1].trajectories} == {End.success, End.failure}
+
+
+def test_b5_2_no_two_continuations_share_the_samplers_seed():
+    """modelscope/ms-swift#7858, verl#5179, SkyRL#1015, AReaL#1524."""
+    endpoint = says("heads")
+    explore(lambda: CoinFlipEnv(3), endpoint, continuations=8, estimands=["Q", "V"])
+    seeds = [call.seed for call in endpoint.calls]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_b5_3_the_same_seed_branches_the_same_way_and_another_one_differently():
+    def outcomes(seed):
+        found = explore(lambda: CoinFlipEnv(2), says("heads"), continuations=20, seed=seed)
+        return [t.end for b in found.q.values() for t in b.trajectories]
+
+    assert outcomes(1) == outcomes(1)
+    assert outcomes(1) != outcomes(2)
+
+
+def test_q_takes_the_recorded_action_and_v_lets_the_policy_choose():
+    async def play():
+        tails = runtime_of(says("tails"))
+        trajectory = await record(tails, lambda: SureCoinEnv(1))
+        heads = runtime_of(says("heads"))
+        return await branch(heads, lambda: SureCoinEnv(1), trajectory, estimands=["Q", "V"], continuations=4)
+
+    found = run_virtual(play())
+    assert (found.q[0].estimate.mean, found.v[0].estimate.mean) == (0.0, 1.0)
+    value, (_, high) = found.advantage(0)
+    assert value == -1.0
+    assert high < 0
+    assert [turn.injected for turn in found.q[0].trajectories[0].turns] == [True]
+
+
+def test_continuations_start_behind_the_recorded_history():
+    endpoint = says("heads", "tails", "tails")
+    found = explore(lambda: WrittenEnv(3), endpoint, continuations=2, turns=[1], estimands=["Q", "V"])
+    for branches in (found.q[1], found.v[1]):
+        assert branches.estimate.mean == 1.0
+        for trajectory in branches.trajectories:
+            said = [m.content for m in trajectory.messages if m.role == "assistant"]
+            assert said == ["heads", "tails", "tails"]
+            assert trajectory.restarted_from.turn == 1
+            assert trajectory.restarted_from.reason == "branch"
+
+
+def test_vine_advantages_need_only_values():
+    found = explore(lambda: SureCoinEnv(3), says("heads"), continuations=2, estimands=["V"])
+    assert found.vine_advantages() == pytest.approx([t.reward for t in found.trajectory.turns[:-1]] + [0.0], abs=2.0)
+    assert len(found.vine_advantages()) == 3
+    assert found.vine_advantages()[-1] == 0.0
+
+
+def test_b5_5_truncated_continuations_are_reported_or_bootstrapped_never_failures():
+    settings = {"limits": Limits(max_turns=2)}
+    found = explore(lambda: CoinFlipEnv(9), says("heads"), settings=settings, turns=[0], continuations=4)
+    assert found.q[0].estimate.truncated_fraction == 1.0
+
+    async def half(trajectory):
+        return 0.5
+
+    bootstrapped = explore(
+        lambda: CoinFlipEnv(9), says("heads"), settings=settings, turns=[0], continuations=4, bootstrap=half
+    )
+    paid = [sum(t.reward for t in one.turns) for one in bootstrapped.q[0].trajectories]
+    assert bootstrapped.q[0].estimate.mean == pytest.approx(sum(paid) / 4 + 0.5)
+
+
+def test_a_hard_cap_stops_new_branches_and_says_how_many():
+    ledger = BranchLedger(BranchLimits(rollouts=10))
+    found = explore(lambda: CoinFlipEnv(3), says("heads"), continuations=8, ledger=ledger)
+    assert ledger.rollouts == 10
+    assert sum(len(b.trajectories) for b in found.q.values()) == 10
+    assert sum(b.refused for b in found.q.values()) == 14
+
+
+def test_snapshots_beyond_the_cap_are_not_held():
+    ledger = BranchLedger(BranchLimits(snapshot_bytes=1))
+    found = explore(lambda: CoinFlipEnv(2), says("heads"), continuations=4, ledger=ledger)
+    assert (ledger.rollouts, [b.refused for b in found.q.values()]) == (0, [4, 4])
+    assert math.isnan(found.q[0].estimate.mean)
+
+
+def test_sampling_stops_once_it_is_precise_enough():
+    stop = SequentialStop(half_width=0.3, at_least=4)
+    found = explore(lambda: SureCoinEnv(1), says("heads"), continuations=64, stop=stop)
+    assert len(found.q[0].trajectories) < 10
+    assert found.q[0].estimate.mean == 1.0
+
+
+def test_failing_branches_are_counted_and_harm_nothing():
+    class Breaks(CoinFlipEnv):
+        async def restore(self, snapshot, seed):
+            await super().restore(snapshot, seed)
+            if seed % 2:
+                raise RuntimeError("cannot restore")
+
+    found = explore(lambda: Breaks(1), says("heads"), continuations=40)
+    branches = found.q[0]
+    assert 0 < branches.failed < 40
+    assert branches.estimate.count == 40 - branches.failed
+
+
+def test_branches_wait_behind_the_main_rollouts():
+    async def play():
+        endpoint = FakeEndpoint(lambda messages: "heads", latency_s=1.0)
+        runtime = runtime_of(endpoint, max_concurrent=1)
+        trajectory = await record(runtime, lambda: CoinFlipEnv(1))
+        ended = []
+
+        async def main(index):
+            async with runtime.slots.hold(priority=index):
+                await runtime.rollout(lambda: CoinFlipEnv(1), TASK, seed=index)
+                ended.append(asyncio.get_running_loop().time())
+
+        options = {"continuations": 4, "estimands": ["V"]}
+        branches = asyncio.ensure_future(branch(runtime, lambda: CoinFlipEnv(1), trajectory, **options))
+        await asyncio.sleep(0.5)
+        await asyncio.gather(*(main(index) for index in range(3)))
+        found = await branches
+        return ended, sorted(t.ended_s for t in found.v[0].trajectories)
+
+    mains, branches = run_virtual(play())
+    # One branch had begun before the main rollouts came; the others waited for all of them.
+    assert (mains, branches) == ([3.0, 4.0, 5.0], [2.0, 6.0, 7.0, 8.0])
+
+
+def test_cancelled_at_every_moment_branches_leave_no_slot_and_no_environment():
+    state = {}
+
+    async def play():
+        state["made"] = made = []
+        state["ledger"] = BranchLedger()
+
+        def env():
+            made.append(CoinFlipEnv(2))
+            return made[-1]
+
+        state["runtime"] = runtime = runtime_of(says("heads"), max_concurrent=2)
+        trajectory = await record(runtime, env)
+        await branch(runtime, env, trajectory, continuations=3, estimands=["Q", "V"], ledger=state["ledger"])
+
+    def check(tick):
+        slots = state["runtime"].slots
+        assert (slots.held, slots.waiting) == (0, 0), tick
+        assert all(env.closed == 1 for env in state["made"]), tick
+        assert state["ledger"].snapshot_bytes == 0
+
+    assert cancel_at_every_tick(play, check) > 20
+
+
+def test_a_killed_branch_costs_its_estimate_and_no_main_rollout():
+    async def play():
+        runtime = runtime_of(FakeEndpoint(lambda messages: "heads", latency_s=1.0), max_concurrent=8)
+        trajectory = await record(runtime, lambda: CoinFlipEnv(2))
+        task = asyncio.ensure_future(branch(runtime, lambda: CoinFlipEnv(2), trajectory, continuations=4))
+        mains = [asyncio.ensure_future(runtime.rollout(lambda: CoinFlipEnv(2), TASK, seed=s)) for s in range(4)]
+        await asyncio.sleep(0.5)
+        task.cancel()
+        done = await asyncio.gather(*mains)
+        return [t.end.is_terminal for t in done], runtime.slots.held
+
+    assert run_virtual(play()) == ([True] * 4, 0)
+
+
+def test_episodes_without_snapshots_and_turns_that_do_not_exist_are_refused():
+    async def play(**options):
+        runtime = runtime_of(says("heads"))
+        trajectory = await runtime.rollout(lambda: CoinFlipEnv(2), TASK, **options)
+        return trajectory
+
+    trajectory = run_virtual(play())
+    with pytest.raises(ConfigError, match=r"branching needs a snapshot before every turn: got none .*keep_snapshots"):
+        branch_point(trajectory, 0)
+    with pytest.raises(ConfigError, match="turns must be among the episode's: got 7"):
+        branch_point(trajectory, 7)
+
+
+def test_surprisal_points_at_the_turns_where_the_policy_hesitated():
+    async def play():
+        runtime = runtime_of(says("heads", "tails"))
+        return await runtime.rollout(lambda: CoinFlipEnv(2), TASK)
+
+    trajectory = run_virtual(play())
+    expected = [
+        -sum(trajectory.segments[0].logprob_values()[t.start : t.start + t.length]) / t.length for t in trajectory.turns
+    ]
+    assert turn_surprisal(trajectory) == pytest.approx(expected)
+
+
+# Values of live decisions.
+
+
+def guided(env, drawn, **settings):
+    """Play an episode whose first decision is among `drawn`; the policy says heads otherwise."""
+
+    async def play():
+        answers = iter(drawn)
+
+        def answer(messages):
+            is_first = not any(message.role == "assistant" for message in messages)
+            return next(answers, "heads") if is_first else "heads"
+
+        runtime = runtime_of(FakeEndpoint(answer))
+        q = MonteCarloQ(runtime, env, **settings)
+        guidance = Guidance(q, beta=50.0, draws=len(drawn))
+        trajectory = await runtime.rollout(env, TASK, seed=1, guidance=guidance)
+        return trajectory, q, runtime
+
+    return run_virtual(play())
+
+
+def test_monte_carlo_values_choose_the_action_that_leads_to_success():
+    trajectory, q, runtime = guided(lambda: WrittenEnv(3), ["tails", "heads", "tails", "tails"], continuations=2)
+    first = trajectory.turns[0].decision
+    assert [c.q for c in first.candidates] == [0.0, 1.0, 0.0, 0.0]
+    assert trajectory.end is End.success
+    assert runtime.slots.held == 0
+    # Two different first actions, then one at each of the two decisions that follow: two continuations each.
+    assert q.ledger.rollouts == 8
+
+
+def test_equal_candidates_share_their_continuations():
+    _, q, _ = guided(lambda: WrittenEnv(1), ["heads"] * 6, continuations=3)
+    assert q.ledger.rollouts == 3
+
+
+def test_a_spent_ledger_leaves_the_base_action():
+    trajectory, _, _ = guided(
+        lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=BranchLedger(BranchLimits(rollouts=1))
+    )
+    assert trajectory.turns[0].text == "tails"
+    assert "every candidate must have a continuation" in trajectory.turns[0].decision.fallback
+
+
+def test_soft_values_are_the_log_mean_exp():
+    trajectory, _, _ = guided(lambda: CoinFlipEnv(1), ["heads", "tails"], continuations=8, soft_beta=5.0)
+    plain, _, _ = guided(lambda: CoinFlipEnv(1), ["heads", "tails"], continuations=8)
+    for soft, mean in zip(trajectory.turns[0].decision.candidates, plain.turns[0].decision.candidates, strict=True):
+        expected = math.log(1 + mean.q * (math.exp(5) - 1)) / 5
+        assert soft.q == pytest.approx(expected)
+
+
+def test_without_an_environment_there_is_nothing_to_branch_from():
+    trajectory, _, _ = guided(lambda: EchoEnv(1), ["a", "b"])
+    assert "need an environment with snapshots" in trajectory.turns[0].decision.fallback
+
+
+def test_cancelling_a_decision_cancels_its_branches():
+    state = {}
+
+    async def play():
+        runtime = runtime_of(says("heads"))
+        state["q"] = q = MonteCarloQ(runtime, lambda: CoinFlipEnv(2), continuations=2, max_concurrent=3)
+        await runtime.rollout(lambda: CoinFlipEnv(2), TASK, guidance=Guidance(q, beta=1.0, draws=2))
+
+    def check(tick):
+        assert state["q"]._slots.held == 0
+
+    assert cancel_at_every_tick(play, check) > 20
