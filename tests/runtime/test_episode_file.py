@@ -85,7 +85,8 @@ def test_tokens_add_up_over_processes(tmp_path):
     for _ in range(2):
         with EpisodeFile(tmp_path / "out.jsonl", {}) as file:
             file.count_tokens(10, 3)
-    assert (file.prompt_tokens, file.completion_tokens) == (20, 6)
+    with EpisodeFile(tmp_path / "out.jsonl", {}) as file:
+        assert (file.prompt_tokens, file.completion_tokens) == (20, 6)
 
 
 def test_two_processes_cannot_write_one_file(tmp_path):

@@ -42,10 +42,12 @@ def test_modules_in_the_current_folder_are_found(script, monkeypatch):
 
 
 def test_coroutine_functions_are_agents(script):
-    agent = load_env(f"{script}:solve", {"hint": "x"})
+    agent, ready = load_env(f"{script}:solve", {"hint": "x"}), load_env(f"{script}:ready", {})
     assert isinstance(agent, Agent)
+    assert isinstance(agent.fn, functools.partial)
     assert agent.fn.keywords == {"hint": "x"}
-    assert load_env(f"{script}:ready", {}).max_turns == 3
+    assert isinstance(ready, Agent)
+    assert ready.max_turns == 3
     with pytest.raises(ConfigError, match="--env-options"):
         load_env(f"{script}:ready", {"hint": "x"})
 
