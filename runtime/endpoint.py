@@ -284,6 +284,23 @@ class Endpoint:
     async def _complete_text(
         self, prompt: Sequence[int], sampling: Sampling, *, seed: int | None, echo: bool, timeout_s: float
     ) -> TextReply:
+        body = self.text_body(prompt, sampling, seed=seed, echo=echo)
+        told = await self._client.request("/completions", body, timeout_s)
+        try:
+            return cast(TextReply, decode_reply(told, text=True))
+        except MalformedReply as error:
+            raise self._malformed_reply(error, "/completions") from error
+
+    def text_body(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        seed: int | None = None,
+        echo: bool = False,
+        stream: bool = False,
+    ) -> bytes:
+        """Return the body by which `generate` asks, for `request` and `stream`. Raises: ConfigError: as it does."""
         request = TextRequest(
             model=self.model,
             # What is JSON already is sent as it is.
@@ -299,13 +316,10 @@ class Endpoint:
             stop=sampling.stop,
             stop_token_ids=self.renderer.stop_token_ids if self.renderer and self.dialect.stop_token_ids else (),
             echo=echo,
+            stream=stream,
             guidance=asked_guidance(sampling, self.dialect),
         )
-        body = await self._client.request("/completions", _encode(request), timeout_s)
-        try:
-            return cast(TextReply, decode_reply(body, text=True))
-        except MalformedReply as error:
-            raise self._malformed_reply(error, "/completions") from error
+        return _encode(request)
 
     def newest_version(self) -> int | None:
         """Return the newest version that a server can serve; None while nobody has told us any."""

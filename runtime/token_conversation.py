@@ -16,7 +16,7 @@ from turngate.runtime.json_ids import JsonIds, ids_text
 from turngate.runtime.rendering import Renderer, says_the_same
 from turngate.runtime.types import Completion, Message, Sampling
 
-__all__ = ["TokenConversation"]
+__all__ = ["Generate", "TokenConversation"]
 
 _MAX_BRANCHES = 32
 """Branches remembered, the newest. A forgotten one costs a rendering and a segment; each holds an episode's ids."""
@@ -123,11 +123,14 @@ class TokenConversation:
         seed: int | None = None,
         tools: Sequence[ToolSpec] = (),
         timeout_s: float = 600.0,
+        generate: Generate | None = None,
     ) -> Completion:
         """Sample one completion; what follows the last answer shown is rendered, the rest is kept.
 
         Cancelled: nothing of the request is remembered. Raises as `Endpoint.complete` does; EndpointRefused also when
         the model's chat format has no way to write the messages.
+
+        Args: generate: sends this one prompt in its own way, for those who want to see the ids come.
         """
         # 1. Decide what the model sees.
         shown, offered = list(messages), tuple(tools)
@@ -136,7 +139,7 @@ class TokenConversation:
         prefix = f"call_{self._asked}"
         self._asked += 1
         # 2. Sample.
-        completion = await self._generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
+        completion = await (generate or self._generate)(prompt, sampling, seed=seed, timeout_s=timeout_s)
         if not completion.token_ids:
             return completion  # the record will say that the server gave none
         # 3. Read what it says, and remember it as it was sampled.

@@ -105,6 +105,7 @@ class TextRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: Sequence[int] = ()
     echo: bool = False
+    stream: bool = False
     guidance: TokenGuidance | None = None
 
 
