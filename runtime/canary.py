@@ -4,6 +4,7 @@ The learner writes it into the metadata of every weights file. A server that ans
 head above all, gives itself away. Reading it needs neither torch nor safetensors: a file's header is JSON.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,18 +55,23 @@ class CanaryReport(msgspec.Struct, frozen=True):
 
     mean_error: float
     max_error: float
+    tokens: int
+    """How many were compared."""
     logprobs: tuple[float, ...]
-    """The server's own, aligned with the canary's."""
+    """The server's own, aligned with the canary's; NaN where it does not tell."""
 
     def __str__(self) -> str:
-        return f"mean {self.mean_error:.2g}, max {self.max_error:.2g} over {len(self.logprobs)} tokens"
+        return f"mean {self.mean_error:.2g}, max {self.max_error:.2g} over {self.tokens} tokens"
 
 
 class ScoresTokens(Protocol):
     """What a canary is checked against: an `Endpoint`, or anything else that can score ids."""
 
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = ...) -> list[float]:
-        """Return the log-prob of each id given those before it, 0 for the first. Raises: EndpointError."""
+        """Return the log-prob of each id given those before it, 0 for the first, NaN where that is not known.
+
+        Raises: EndpointError.
+        """
         ...
 
 
@@ -116,7 +122,13 @@ async def measure_canary(endpoint: ScoresTokens, canary: Canary, *, timeout_s: f
             f"the server must score the canary of the weights: {error}; it takes echo with log-probs that are "
             "log-probs (vLLM: --logprobs-mode processed_logprobs); canary_tolerance=math.inf leaves the check out"
         ) from error
-    return _compare(logprobs, canary.logprobs)
+    report = _compare(logprobs, canary.logprobs)
+    if report is None:
+        raise PublishError(
+            f"the server must score the canary of the weights: none of its {len(logprobs)} tokens is among the "
+            "likeliest after those before it; let the learner take a likelier text, or publish with canary_tolerance=math.inf"
+        )
+    return report
 
 
 async def check_canary(
@@ -143,9 +155,10 @@ async def check_canary(
     )
 
 
-def _compare(logprobs: Sequence[float], expected: Sequence[float]) -> CanaryReport:
-    errors = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
-    return CanaryReport(sum(errors) / len(errors), max(errors), tuple(logprobs))
+def _compare(logprobs: Sequence[float], expected: Sequence[float]) -> CanaryReport | None:
+    """Return how far both are apart where the server knows; None when it knows nothing."""
+    errors = [abs(a - b) for a, b in zip(logprobs, expected, strict=True) if not math.isnan(a)]
+    return CanaryReport(sum(errors) / len(errors), max(errors), len(errors), tuple(logprobs)) if errors else None
 
 
 _PRECISION_ERROR = 0.3
@@ -161,7 +174,7 @@ def _likely_cause(report: CanaryReport, canary: Canary, previous: Canary | None,
         )
     if previous is not None and previous.token_ids == canary.token_ids:
         before = _compare(report.logprobs, previous.logprobs)
-        if before.mean_error < report.mean_error / 2:
+        if before is not None and before.mean_error < report.mean_error / 2:
             return f"it still answers like the weights before ({before}): the update had no effect"
     if report.mean_error < _PRECISION_ERROR:
         return (

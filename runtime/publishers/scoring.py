@@ -1,15 +1,20 @@
 """Log-probs of given ids from a server that is being published to."""
 
+import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from turngate.runtime.endpoint import Endpoint
-from turngate.runtime.errors import EndpointRefused
-from turngate.runtime.json_ids import DECODE_ERRORS
+from turngate.runtime.errors import MalformedReply
 from turngate.runtime.publishers.admin import Admin
 
-__all__ = ["score_by_echo", "score_by_next_token", "served_models"]
+__all__ = ["score_by_alternatives", "score_by_echo", "served_models"]
+
+
+_ALTERNATIVES = 20
+"""Per position; what vLLM allows unless told otherwise (`--max-logprobs`)."""
 
 
 class _Model(msgspec.Struct):
@@ -21,7 +26,7 @@ class _Models(msgspec.Struct):
 
 
 class _NextLogprobs(msgspec.Struct):
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: Annotated[list[dict[str, float]], msgspec.Meta(min_length=1)]
 
 
 class _Choice(msgspec.Struct):
@@ -49,13 +54,14 @@ async def score_by_echo(admin: Admin, model: str | None, token_ids: Sequence[int
         return await endpoint.score(token_ids, timeout_s=timeout_s)
 
 
-async def score_by_next_token(
+async def score_by_alternatives(
     admin: Admin, model: str | None, token_ids: Sequence[int], timeout_s: float
 ) -> list[float]:
-    """Return log-probs of ids from vLLM, by asking after every prefix how likely the next id is.
+    """Return log-probs of ids as far as each is among the 20 likeliest after the ids before it, NaN for the others.
 
-    Not by echo, which kills a vLLM 0.32 on a CPU that has adapters enabled and generates for others: it takes the
-    prompt's positions for those of the running batch. Servers that cannot do this are asked for an echo.
+    For vLLM with adapters enabled: an echo kills version 0.32 on a CPU while it generates for others, as the prompt's
+    positions are taken for those of the batch; and asking for given ids (`logprob_token_ids`) spoils the log-prob of
+    others' tokens whose id is 0. What every client asks for, alternatives to a sampled token, does neither.
     Raises as `score_by_echo` does.
     """
     if model is None:
@@ -67,15 +73,13 @@ async def score_by_next_token(
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
-        "logprobs": 1,
-        "logprob_token_ids": sorted(set(token_ids[1:])),
+        "logprobs": _ALTERNATIVES,
         "return_tokens_as_token_ids": True,
     }
     async with Endpoint(admin.url + "/v1", model=model, api_key=admin.api_key, max_retries=2) as endpoint:
-        try:
-            told = await endpoint.request("/completions", msgspec.json.encode(body), timeout_s=timeout_s)
-            choices = sorted(msgspec.json.decode(told, type=_Choices).choices, key=lambda choice: choice.index)
-            found = [choice.logprobs.top_logprobs[0] for choice in choices]
-            return [0.0, *(found[at][f"token_id:{token_id}"] for at, token_id in enumerate(token_ids[1:]))]
-        except (EndpointRefused, LookupError, *DECODE_ERRORS):
-            return await endpoint.score(token_ids, timeout_s=timeout_s)
+        told = await endpoint.request("/completions", msgspec.json.encode(body), timeout_s=timeout_s)
+    choices = sorted(admin.decode(told, _Choices, "/v1/completions").choices, key=lambda choice: choice.index)
+    if len(choices) != len(token_ids) - 1:
+        raise MalformedReply(f"each prompt must have an answer: expected {len(token_ids) - 1}, got {len(choices)}")
+    likely = [choice.logprobs.top_logprobs[0] for choice in choices]
+    return [0.0, *(likely[at].get(f"token_id:{token_id}", math.nan) for at, token_id in enumerate(token_ids[1:]))]

@@ -7,7 +7,7 @@ from pathlib import Path
 from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.publishers.admin import Admin, AdminError
 from turngate.runtime.publishers.folders import VersionFolders, adapter_folder
-from turngate.runtime.publishers.scoring import score_by_next_token, served_models
+from turngate.runtime.publishers.scoring import score_by_alternatives, served_models
 from turngate.runtime.publishers.vllm_info import read_info
 from turngate.runtime.weights import InFlight
 
@@ -88,7 +88,7 @@ class VLLMAdapters:
 
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
         """Return log-probs under the newest adapter, of the base model before the first."""
-        return await score_by_next_token(self._admin, self.model, token_ids, timeout_s)
+        return await score_by_alternatives(self._admin, self.model, token_ids, timeout_s)
 
     async def _loaded(self) -> list[int]:
         numbers = [name.removeprefix(_PREFIX) for name in await served_models(self._admin) if name.startswith(_PREFIX)]

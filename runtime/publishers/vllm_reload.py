@@ -10,7 +10,7 @@ import msgspec
 from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.publishers.admin import Admin, AdminError
 from turngate.runtime.publishers.folders import Version, VersionFolders, check_tensors, model_folder
-from turngate.runtime.publishers.scoring import score_by_next_token
+from turngate.runtime.publishers.scoring import score_by_echo
 from turngate.runtime.publishers.vllm_info import read_info
 from turngate.runtime.weights import InFlight
 
@@ -106,7 +106,7 @@ class VLLMReload:
 
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 60.0) -> list[float]:
         """Return log-probs under what serves now."""
-        return await score_by_next_token(self._admin, self._served_name, token_ids, timeout_s)
+        return await score_by_echo(self._admin, self._served_name, token_ids, timeout_s)
 
     async def _switch(self, version: Version) -> None:
         loaded = False

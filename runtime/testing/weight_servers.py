@@ -103,8 +103,8 @@ class FakeVLLM(_WeightServer):
         super().__init__(base_model, keeps_weights=keeps_weights)
         self.name = name
         self.dtype, self.device = "bfloat16", "cuda"
-        self.knows_token_ids = True
-        """Whether it tells how likely given ids are (`logprob_token_ids`)."""
+        self.unlikely: set[int] = set()
+        """Positions of a canary that are not among the likeliest."""
         self.keeps_cache = False
         """Whether asking it to drop cached prefixes fails, as it does while requests hold them."""
         self.adapters: dict[str, Canary] = {}
@@ -165,13 +165,14 @@ class FakeVLLM(_WeightServer):
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         # As in vLLM, scoring a prompt reads no cache.
         weights = self.adapters.get(body["model"], self.loaded)
-        if not self.knows_token_ids or "logprob_token_ids" not in body:
+        if body.get("echo"):
             choice = {"text": "", "finish_reason": "length", "logprobs": {"token_logprobs": [None, *weights.logprobs]}}
             return web.json_response({"choices": [choice]})
         choices = []
         for index, prompt in enumerate(body["prompt"]):
-            likely = {f"token_id:{token_id}": -9.0 for token_id in body["logprob_token_ids"]}
-            likely[f"token_id:{weights.token_ids[len(prompt)]}"] = weights.logprobs[len(prompt) - 1]
+            likely = {f"token_id:{100 + place}": -9.0 for place in range(body["logprobs"] - 1)}
+            if len(prompt) not in self.unlikely:
+                likely[f"token_id:{weights.token_ids[len(prompt)]}"] = weights.logprobs[len(prompt) - 1]
             choices.append({"index": index, "text": "", "logprobs": {"top_logprobs": [likely]}})
         return web.json_response({"choices": choices[::-1]})
 

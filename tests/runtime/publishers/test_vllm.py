@@ -39,12 +39,6 @@ async def test_weights_are_loaded_between_pause_and_resume_and_then_checked(serv
     assert publisher.model is None
 
 
-async def test_a_server_that_cannot_tell_how_likely_given_ids_are_echoes(server, publisher, weights):
-    server.knows_token_ids = False
-    await publisher.publish(weights(1), 1)
-    assert server.calls.count("/v1/completions") == 2
-
-
 async def test_nothing_that_old_weights_computed_answers_under_the_new_ones(server, publisher, weights):
     assert server.generate() == canary(0)
     await publisher.publish(weights(1), 1)

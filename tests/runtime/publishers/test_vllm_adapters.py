@@ -99,3 +99,20 @@ async def test_an_endpoint_is_moved_to_version_and_name_at_once(server, publishe
     await publisher.publish(adapter(1), 1)
     move_endpoint(endpoint, publisher, 1)
     assert (endpoint.policy_version, endpoint.model) == (1, "policy-1")
+
+
+async def test_the_check_makes_do_with_the_likelier_part_of_the_canary(server, publisher, adapter):
+    server.unlikely = {1, 3}
+    await publisher.publish(adapter(1), 1)
+    server.keeps_weights = True
+    with pytest.raises(PublishRefused, match="over 1 tokens"):
+        await publisher.publish(adapter(2), 2)
+
+
+async def test_a_canary_without_any_likely_token_tells_nothing_and_that_is_said(server, publisher, adapter):
+    server.unlikely = {1, 2, 3}
+    with pytest.raises(
+        PublishError, match=r"none of its 3 tokens is among the likeliest.*what served before still does"
+    ):
+        await publisher.publish(adapter(1), 1)
+    assert server.adapters == {}
