@@ -1,6 +1,7 @@
 """A real HTTP server with a toy model behind it and a switch for every trait that servers differ in."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from types import TracebackType
@@ -98,7 +99,7 @@ class FakeServer:
             return _refuse(401, f"wrong key: {http.headers.get('Authorization')}")
         if http.path in traits.routes:
             return _refuse(405, "Method Not Allowed") if http.method == "GET" else web.json_response({})
-        known = {
+        known: dict[str, Callable[[], web.StreamResponse | None]] = {
             "/v1/models": lambda: _json(self._models()),
             "/openapi.json": lambda: (
                 _json({"paths": {route: {} for route in traits.routes}}) if traits.schema else None
@@ -106,7 +107,8 @@ class FakeServer:
             "/v1/chat/completions": lambda: self._chat(body) if traits.chat else None,
             "/v1/completions": lambda: self._complete(body) if traits.completions else None,
         }
-        return known.get(http.path, lambda: None)() or _refuse(404, "Not Found")
+        answer = known.get(http.path)
+        return (answer and answer()) or _refuse(404, "Not Found")
 
     def _models(self) -> dict[str, Any]:
         card = {"id": "toy", "owned_by": self.traits.owned_by, "max_model_len": self.traits.max_model_len}
