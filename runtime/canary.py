@@ -126,7 +126,8 @@ async def measure_canary(endpoint: ScoresTokens, canary: Canary, *, timeout_s: f
     if report is None:
         raise PublishError(
             f"the server must score the canary of the weights: none of its {len(logprobs)} tokens is among the "
-            "likeliest after those before it; let the learner take a likelier text, or publish with canary_tolerance=math.inf"
+            "likeliest after those before it; let the learner take a likelier text, or leave the check out with "
+            "canary_tolerance=math.inf"
         )
     return report
 
