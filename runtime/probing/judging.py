@@ -139,10 +139,8 @@ def judge_stop(answer: Answer, whole: str, stop: str) -> Finding:
     text, expected = chat_text(answer), whole[: whole.index(stop)]
     if text == expected:
         return yes(f"text ended before {stop!r}")
-    if text.startswith(whole):
-        return no(f"text holds the stop string {stop!r} and goes on")
-    if stop in text and whole.startswith(text):
-        return no(f"generation ended, but the text holds {stop!r} and the rest of its token")
+    if stop in text and (text.startswith(whole) or whole.startswith(text)):
+        return no(f"text holds the stop string {stop!r}")
     return unknown("greedy replies differ")
 
 
