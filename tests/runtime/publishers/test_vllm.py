@@ -235,6 +235,7 @@ class AdminInMemory:
         if path == "/pause":
             self.runs = False
         elif path == "/collective_rpc":
+            assert body is not None
             self.serves = body["kwargs"]["weights_path"]
         elif path == "/reset_prefix_cache":
             self.cache = ""
