@@ -170,8 +170,8 @@ def _likely_cause(report: CanaryReport, canary: Canary, previous: Canary | None,
     if is_tied:
         return (
             "the model ties its head to its embedding (tie_word_embeddings), and servers have kept the old head "
-            "through an update (vLLM on CPU does): start server and learner from an untied copy (load it in "
-            "transformers, copy the embedding into lm_head, set tie_word_embeddings=False, save), or train adapters"
+            "through an update (vLLM on CPU does): start server and learner from an untied copy, which "
+            "turngate.learners.untie_folder(folder, target) writes, or train adapters"
         )
     if previous is not None and previous.token_ids == canary.token_ids:
         before = _compare(report.logprobs, previous.logprobs)
