@@ -141,6 +141,9 @@ async def test_training_raises_the_reward_with_updates_in_flight(server: Server,
     rows = report.history
     assert max(row["parity_max_abs"] for row in rows if row["parity_tokens"]) < FLOAT32_NATS
     assert report.policy_version == 2 + 24  # the server had version 1
+    # Updates landed while episodes went on: some episodes have turns of several versions, none older than the bound.
+    assert max(row["version_span_max"] for row in rows) > 0
+    assert 0 < max(row["lag_max"] for row in rows) <= 2
     reward = [row["reward"] for row in rows]
     assert sum(reward[-4:]) / 4 > sum(reward[:4]) / 4 + 0.2, reward
 
