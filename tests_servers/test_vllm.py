@@ -8,7 +8,8 @@ from tests_servers.checks import TEMPERATURE, assert_whole, play, verdicts
 from tests_servers.launch import Options, Server, running
 from tests_servers.reference import Reference
 from tests_servers.tap import Tap, recorded, replied
-from turngate.runtime import Dialect, Endpoint, Sampling
+from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime import Dialect, Endpoint, Message, Sampling
 from turngate.runtime.capabilities import check_trainable
 from turngate.runtime.connect import connect
 from turngate.runtime.huggingface_renderer import HuggingFaceRenderer
@@ -82,3 +83,21 @@ async def test_both_sides_render_the_same_ids(server: Server) -> None:
         ours = await play(endpoint, temperature=0.0)
 
     assert [t.segments[0].token_ids for t in ours] == [t.segments[0].token_ids for t in theirs]
+
+
+async def test_both_sides_render_tools_calls_and_results_to_the_same_ids(server: Server) -> None:
+    numbers = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"description": "ä"}}, "required": ["a"]}
+    tools = (ToolSpec("add", "Adds two numbers.", numbers), ToolSpec("stop", "", {"type": "object", "properties": {}}))
+    calls = (ToolCall("call_0_0", "add", '{"a":1,"b":-5}'), ToolCall("call_0_1", "add", '{"a": 2}'))
+    results = [Message("tool", "日本", (), "call_0_0"), Message("tool", "two", (), "call_0_1")]
+    asked = [Message("user", "hi"), Message("assistant", "Let me see.", calls), *results]
+    chats = [
+        asked[:1],
+        asked,
+        [Message("system", "be good"), *asked, Message("assistant", "3"), Message("user", "so?")],
+    ]
+    renderer = HuggingFaceRenderer(server.folder)
+    async with Endpoint(server.url, model=server.model) as endpoint:
+        for chat in chats:
+            completion = await endpoint.complete(chat, Sampling(max_tokens=1), tools=tools)
+            assert list(completion.prompt_token_ids) == renderer.render(chat, tools)
