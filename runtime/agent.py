@@ -96,8 +96,8 @@ async def run_agent(
 ) -> Trajectory:
     """Play one episode of `task` and return it, however it ended. Args: as of `run_rollout`.
 
-    What goes wrong in the agent or at the endpoint is on the trajectory. Cancelled: so is the agent, the session is
-    sealed with `End.cancelled`, and CancelledError goes on.
+    What goes wrong in the agent or at the endpoint is on the trajectory; only bugs of ours raise. Cancelled: so is the
+    agent, the session is sealed with `End.cancelled`, and CancelledError goes on.
     """
     limits = agent.limits(limits)
     session = sessions.create(
@@ -128,6 +128,8 @@ async def run_agent(
     except BaseException as error:
         session.seal_after(error)
         raise
+    if session.bug is not None:
+        raise session.bug  # of ours, not of the agent it passed through
     return session.trajectory
 
 

@@ -1,15 +1,17 @@
-"""Messages as agents write them: our own structs, or plain dictionaries as the OpenAI API has them."""
+"""Messages and tools as agents write them: our own structs, or plain dictionaries as the OpenAI API has them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from turngate.envs.base import ToolCall
+from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.answers import writable
 from turngate.runtime.errors import EnvError
 from turngate.runtime.types import Message
 
-__all__ = ["AnyMessage", "chat_messages"]
+__all__ = ["AnyMessage", "AnyTool", "chat_messages", "chat_tools", "why_not_sendable"]
 
 AnyMessage: TypeAlias = Message | Mapping[str, Any]
+AnyTool: TypeAlias = ToolSpec | Mapping[str, Any]
 
 _STRUCTS: set[type] = {Message}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -31,6 +33,35 @@ def chat_messages(messages: Sequence[AnyMessage]) -> tuple[Message, ...]:
         message if type(message) is Message else _message(message, f"session.chat: messages[{index}]")
         for index, message in enumerate(messages)
     )
+
+
+def chat_tools(tools: Sequence[AnyTool]) -> tuple[ToolSpec, ...]:
+    """Return tools as structs. Raises: EnvError: one of them is no function to offer."""
+    return tuple(
+        tool if isinstance(tool, ToolSpec) else _tool(tool, f"session.chat: tools[{index}]")
+        for index, tool in enumerate(tools)
+    )
+
+
+def why_not_sendable(chat: Sequence[Message]) -> str:
+    """Say what in a chat no request can carry; empty when it is well. Asked only once something has failed."""
+    for index, message in enumerate(chat):
+        texts = [message.role, message.content, message.tool_call_id]
+        texts += [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+        for text in texts:
+            if not isinstance(text, str) or writable(text) != text:
+                shown = writable(repr(text))[:80]
+                return f"messages must be text that UTF-8 can carry: got {shown} (session.chat: messages[{index}])"
+    return ""
+
+
+def _tool(given: object, where: str) -> ToolSpec:
+    function = cast(Mapping[str, Any], given).get("function") if isinstance(given, Mapping) else None
+    if isinstance(function, Mapping):
+        name, parameters = function.get("name"), function.get("parameters") or {}
+        if isinstance(name, str) and isinstance(parameters, dict):
+            return ToolSpec(name, str(function.get("description") or ""), cast(dict[str, Any], parameters))
+    raise EnvError(f"tool must be a ToolSpec or a dict with a function and its name: got {given!r:.80} ({where})")
 
 
 def _message(given: object, where: str) -> Message:

@@ -10,7 +10,7 @@ import msgspec
 
 from turngate.envs.base import End, Task, ToolSpec
 from turngate.runtime.answers import said_last, writable
-from turngate.runtime.chat_messages import AnyMessage, chat_messages
+from turngate.runtime.chat_messages import AnyMessage, AnyTool, chat_messages, chat_tools
 from turngate.runtime.conversation import Conversation, conversation_of, token_mode_of
 from turngate.runtime.door import Door
 from turngate.runtime.endpoint import ChatEndpoint
@@ -111,10 +111,7 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.seal()
-        else:
-            self.seal_after(error)
+        _ = self.seal() if error is None else self.seal_after(error)
 
     @property
     def in_flight(self) -> int:
@@ -126,6 +123,11 @@ class Session:
         """Whether its event loop is closed, so that nothing of it can go on."""
         loop = self._loop()
         return loop is None or loop.is_closed()
+
+    @property
+    def bug(self) -> Exception | None:
+        """What went wrong with a `chat` that no endpoint and no agent can be blamed for; None for nothing."""
+        return self._calls.bug
 
     @property
     def turns(self) -> int:
@@ -145,9 +147,9 @@ class Session:
         return self._calls.conversation
 
     def when_sealed(self, call: Callable[["Session"], None]) -> None:
-        """Have `call` called once the session is sealed, for those who hold something on its behalf; it must not fail.
+        """Have `call` called once the session is sealed, or now, when it is; for those who hold something for it.
 
-        Called at once when it is sealed already.
+        It must not fail.
         """
         if self.state == "sealed":
             call(self)
@@ -179,7 +181,7 @@ class Session:
         messages: Sequence[AnyMessage],
         *,
         sampling: Sampling | None = None,
-        tools: Sequence[ToolSpec] = (),
+        tools: Sequence[AnyTool] = (),
         role: str = "",
         seed: int | None = None,
     ) -> Completion:
@@ -187,21 +189,20 @@ class Session:
 
         Cancelled, or sealed meanwhile: the request is dropped, nothing is recorded.
 
-        Args: messages: our structs or OpenAI's dictionaries. sampling: `max_tokens` and `stop` are the agent's choice;
-                the rest is too when the session pins nothing.
+        Args: messages, tools: our structs or OpenAI's dictionaries.
+            sampling: `max_tokens` and `stop` are the agent's choice; the rest is too when the session pins nothing.
             role: which agent of the episode asks, when there are several. seed: derived from the session's when None.
         Raises: SessionSealed: the episode is over. SessionLimit: it has reached a limit. EndpointError: the server
-            failed. EnvError: what is to be sent are no messages.
+            failed. EnvError: what is to be sent are no messages or tools.
         """
-        chat = chat_messages(messages)
+        chat, offered = chat_messages(messages), chat_tools(tools) if tools else ()
         try:
             self.admit(role)
         except SessionLimit:
-            await self.look_ahead(chat, tools)
+            await self.look_ahead(chat, offered)
             raise
-        asked_s = self._now()
-        drawn = self.allowed_sampling(sampling)
-        completion = await self._ask(chat, drawn, tools, self.next_seed() if seed is None else seed)
+        asked_s, drawn = self._now(), self.allowed_sampling(sampling)
+        completion = await self._ask(chat, drawn, offered, self.next_seed() if seed is None else seed)
         waited_s = self._now() - asked_s
         try:
             recorded = self.record([completion], role=role, messages=chat, sampling=drawn, model_s=waited_s)

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from turngate.envs.base import ToolSpec
+from turngate.runtime.chat_messages import why_not_sendable
 from turngate.runtime.conversation import Conversation
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
+from turngate.runtime.errors import EnvError, TurngateError
 from turngate.runtime.types import Completion, Message, Sampling
 
 __all__ = ["CallDropped", "SessionCalls"]
@@ -17,12 +19,14 @@ class CallDropped(Exception):
 class SessionCalls:
     """Asks through one conversation, from any task of the session's event loop."""
 
-    # Changed by ask(): _scopes.
-    __slots__ = ("_scopes", "conversation")
+    # Changed by ask(): _scopes, bug.
+    __slots__ = ("_scopes", "bug", "conversation")
 
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
         self._scopes: set[Deadline] = set()
+        self.bug: Exception | None = None
+        """What a request raised that is neither the server's failure nor the agent's: nobody should swallow it."""
 
     def __len__(self) -> int:
         return len(self._scopes)
@@ -30,9 +34,10 @@ class SessionCalls:
     async def ask(
         self, chat: Sequence[Message], sampling: Sampling, tools: Sequence[ToolSpec], seed: int, timeout_s: float
     ) -> Completion:
-        """Sample a completion. Raises: CallDropped: `drop_all` was called meanwhile. EndpointError: the server failed.
+        """Sample a completion. Cancelled: the request is dropped.
 
-        Cancelled: the request is dropped.
+        Raises: CallDropped: `drop_all` was called meanwhile. EndpointError: the server failed. EnvError: no request can
+            carry these messages.
         """
         scope = Deadline()
         self._scopes.add(scope)
@@ -43,6 +48,13 @@ class SessionCalls:
             if not scope.expired:
                 raise  # somebody else's
             raise CallDropped from error
+        except TurngateError:
+            raise
+        except Exception as error:
+            if why := why_not_sendable(chat):
+                raise EnvError(why) from error
+            self.bug = error
+            raise
         finally:
             self._scopes.discard(scope)
 

@@ -139,6 +139,30 @@ async def test_a_server_that_fails_is_not_the_agents_error_whatever_the_agent_ma
         assert trajectory.error == "EndpointError: down (session e, turn 1)"
 
 
+async def test_a_bug_of_ours_stops_the_run_whatever_the_agent_makes_of_it():
+    async def careless(session, task):
+        try:
+            return await guess(session, task)
+        except Exception:
+            return 0.5
+
+    for agent in (guess, careless):
+        with pytest.raises(ZeroDivisionError, match="ours"):
+            await play(agent, ["3", ZeroDivisionError("ours")])
+
+
+async def test_text_that_no_request_can_carry_is_the_agents_bug_and_not_ours():
+    def endpoint(messages):
+        return messages[0].content.encode().decode()
+
+    async def agent(session, task):
+        await session.chat([{"role": "user", "content": "\ud800"}])
+
+    trajectory = await play(agent, endpoint)
+    assert trajectory.end is End.env_error
+    assert "messages must be text that UTF-8 can carry: got '\\ud800' (session.chat: messages[0])" in trajectory.error
+
+
 async def test_a_limit_of_turns_truncates_whether_the_agent_raises_or_returns():
     async def careless(session, task):
         try:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from turngate.envs.base import ToolCall
-from turngate.runtime.chat_messages import chat_messages
+from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.chat_messages import chat_messages, chat_tools, why_not_sendable
 from turngate.runtime.errors import EnvError
 from turngate.runtime.types import Message
 
@@ -55,3 +55,25 @@ def test_dictionaries_are_read_as_the_api_spells_them():
 def test_what_is_no_message_is_refused_and_named(messages, why):
     with pytest.raises(EnvError, match=why):
         chat_messages(messages)
+
+
+def test_tools_are_read_as_the_api_spells_them():
+    spec = ToolSpec("add", "adds", {"type": "object"})
+    function = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+    offered = [spec, {"type": "function", "function": function}, {"type": "function", "function": {"name": "now"}}]
+    assert chat_tools(offered) == (spec, spec, ToolSpec("now", "", {}))
+
+
+@pytest.mark.parametrize("tool", ["add", {"name": "add"}, {"function": {"name": 3}}, {"function": {}}])
+def test_what_is_no_tool_is_refused_and_named(tool):
+    with pytest.raises(EnvError, match=r"tool must be a ToolSpec or a dict .*session.chat: tools\[0\]"):
+        chat_tools([tool])
+
+
+def test_what_no_request_can_carry_is_named():
+    assert why_not_sendable([Message("user", "h\u00e9"), Message("assistant", "", (ToolCall("c", "f", "{}"),))]) == ""
+    assert "got 'a\\ud800' (session.chat: messages[1])" in why_not_sendable(
+        [Message("user", ""), Message("user", "a\ud800")]
+    )
+    assert "messages[0]" in why_not_sendable([Message("assistant", "", (ToolCall("c", "f", "\ud800"),))])
+    assert "got 5" in why_not_sendable([Message("user", 5)])
