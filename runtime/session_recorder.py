@@ -11,6 +11,7 @@ from typing import NamedTuple
 from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.open_segment import OpenSegment, int32_ids, what_is_missing
 from turngate.runtime.recorder import NO_SEGMENT, Recorder
+from turngate.runtime.rendering import says_the_same
 from turngate.runtime.types import NO_TURN, Completion, Message
 
 __all__ = ["Placed", "SessionRecorder"]
@@ -38,9 +39,11 @@ class _Branch(NamedTuple):
         """Whether `messages` are this chat and at least one message more."""
         known = self.messages
         count = len(known)
-        if not (count + 1 < len(messages) and messages[count] == self.said):
+        if not (count + 1 < len(messages) and says_the_same(self.said, messages[count])):
             return False
-        return list(messages[:count]) == list(known)
+        shown = list(messages[:count])
+        # At C speed first: only SDKs that write the arguments of calls anew need the longer look.
+        return shown == list(known) or all(map(says_the_same, known, shown))
 
 
 class SessionRecorder(Recorder):

@@ -2,9 +2,11 @@
 
 import json
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turngate.envs.base import ToolCall
 from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.session_recorder import SessionRecorder
 from turngate.runtime.types import NO_TURN, Completion, Message
@@ -123,6 +125,19 @@ def test_a_chat_that_is_tokenised_otherwise_the_second_time_is_a_drift_that_stil
     assert (place.segment, place.answers, recorder.drifts) == (1, 0, 1)
     again = recorder.place(completion([1, 2, 33, 4, 5, 6], [7]), 2, chat("a", "said", "more", "said", "end"))
     assert (again.segment, again.answers, recorder.drifts) == (1, 1, 1)
+
+
+def test_an_sdk_that_writes_the_arguments_of_calls_anew_drifts_and_still_answers_its_turns():
+    recorder = SessionRecorder()
+    said = [msgspec.structs.replace(completion([1], [2]), text="", tool_calls=(ToolCall("c0", "find", '{"a":1}'),))]
+    said.append(msgspec.structs.replace(said[0], prompt_token_ids=[1, 5, 3], token_ids=[4]))
+    anew = Message("assistant", "", (ToolCall("c0", "find", '{"a": 1}'),))
+    recorder.place(said[0], 0, (ASK,))
+    place = recorder.place(said[1], 1, (ASK, anew, Message("tool", "x", (), "c0")))
+    assert (place.segment, place.answers, recorder.drifts) == (1, 0, 1)
+    history = (ASK, anew, Message("tool", "x", (), "c0"), anew, Message("tool", "y", (), "c0"))
+    place = recorder.place(completion([1, 5, 3, 6, 7], [8]), 2, history)
+    assert (place.segment, place.answers, recorder.drifts) == (2, 1, 2)
 
 
 def test_forks_and_rewritten_histories_are_no_drifts():
