@@ -50,11 +50,19 @@ class TokenBatch:
     """Trajectory of each row."""
     trajectory_names: tuple[str, ...]
     """Ids of all trajectories of the batch, kept or not, for messages; indexed by trajectory_ids_N."""
+    base_logprobs_N: Tensor | None = None
+    """float32 log-probs of the policy that was sampled from, where values guided the tokens away from it and behaviour
+    log-probs are the guided ones; elsewhere the behaviour log-probs. None when no token was guided."""
 
     @property
     def policy_tokens(self) -> int:
         """Number of trained tokens."""
         return int(self.mask_N.sum())
+
+    @property
+    def sampler_logprobs(self) -> Tensor:
+        """Log-probs (N,) of the policy that the server held; behaviour log-probs, except where tokens were guided."""
+        return self.behaviour_logprobs_N if self.base_logprobs_N is None else self.base_logprobs_N
 
     @property
     def is_one_row_per_trajectory(self) -> bool:
@@ -111,7 +119,7 @@ def lay_out(batch: Batch, keep: Sequence[Sequence[bool]], *, vocabulary_size: in
             if is_kept:
                 check_trajectory(trajectory)
                 place = (len(names), group_index)
-                new = (_row(segment, trajectory.id, batch, vocabulary_size, place) for segment in trajectory.segments)
+                new = (_row(segment, trajectory, batch, vocabulary_size, place) for segment in trajectory.segments)
                 rows.extend(row for row in new if row is not None)
             names.append(trajectory.id)
     return _concatenate(rows, tuple(names))
@@ -214,35 +222,68 @@ class _Row:
     turn_ids_T: NDArray[np.int64]
     trajectory: int
     group: int
+    base_T: NDArray[np.float32] | None
+    """Where a turn's tokens were guided: see `TokenBatch.base_logprobs_N`."""
 
 
-def _row(segment: Segment, name: str, batch: Batch, vocabulary_size: int, place: tuple[int, int]) -> _Row | None:
+def _row(
+    segment: Segment, trajectory: Trajectory, batch: Batch, vocabulary_size: int, place: tuple[int, int]
+) -> _Row | None:
     generated_T = np.frombuffer(segment.policy_mask, np.uint8) != 0
     versions_T = np.frombuffer(segment.versions, np.int32).astype(np.int64)
     mask_T = generated_T & (versions_T >= batch.min_version)
     if not generated_T.any():
         return None
     end = int(np.flatnonzero(generated_T)[-1]) + 1
+    behaviour_T = np.where(mask_T, np.frombuffer(segment.logprobs, np.float32), np.float32(0))[:end]
+    turn_ids_T = np.where(generated_T, np.frombuffer(segment.turn_ids, np.int32), NO_TURN)[:end].astype(np.int64)
     row = _Row(
         token_ids_T=np.frombuffer(segment.token_ids, np.int32)[:end].astype(np.int64),
         mask_T=mask_T[:end],
         generated_T=generated_T[:end],
-        behaviour_T=np.where(mask_T, np.frombuffer(segment.logprobs, np.float32), np.float32(0))[:end],
+        behaviour_T=behaviour_T,
         versions_T=np.where(generated_T, versions_T, NO_VERSION)[:end],
-        turn_ids_T=np.where(generated_T, np.frombuffer(segment.turn_ids, np.int32), NO_TURN)[:end].astype(np.int64),
+        turn_ids_T=turn_ids_T,
         trajectory=place[0],
         group=place[1],
+        base_T=_base_logprobs(trajectory, behaviour_T, mask_T[:end], turn_ids_T),
     )
-    _check_row(row, name, batch.policy_version, vocabulary_size)
+    _check_row(row, trajectory.id, batch.policy_version, vocabulary_size)
     return row
 
 
+def _base_logprobs(
+    trajectory: Trajectory,
+    behaviour_T: NDArray[np.float32],
+    mask_T: NDArray[np.bool_],
+    turn_ids_T: NDArray[np.int64],
+) -> NDArray[np.float32] | None:
+    """Return the log-probs before guidance of a row's trained tokens; None when none of its turns was guided."""
+    base_T: NDArray[np.float32] | None = None
+    for turn in trajectory.turns:
+        if turn.guided_tokens is None:
+            continue
+        at_P = np.flatnonzero(turn_ids_T == turn.index)
+        if not len(at_P):
+            continue  # in another segment
+        values_P = np.frombuffer(turn.guided_tokens.base_logprobs, np.float32)
+        if len(values_P) != len(at_P):
+            raise RecordError(
+                f"guided tokens must have one base log-prob each: expected {len(at_P)}, got {len(values_P)} "
+                f"(trajectory {trajectory.id}, turn {turn.index})"
+            )
+        base_T = behaviour_T.copy() if base_T is None else base_T
+        base_T[at_P] = np.where(mask_T[at_P], values_P, np.float32(0))
+    return base_T
+
+
 def _check_row(row: _Row, name: str, policy_version: int, vocabulary_size: int) -> None:
-    bad_logprob_T = ~(np.isfinite(row.behaviour_T) & (row.behaviour_T <= _LOGPROB_SLACK))
+    base_T = row.behaviour_T if row.base_T is None else row.base_T
     bad_id_T = (row.token_ids_T < 0) | (row.token_ids_T >= vocabulary_size)
     bad_version_T = row.versions_T > policy_version
     checks: tuple[tuple[str, NDArray[np.bool_], NDArray[Any]], ...] = (
-        ("behaviour log-prob must be finite and at most 0", bad_logprob_T, row.behaviour_T),
+        ("behaviour log-prob must be finite and at most 0", _is_no_logprob(row.behaviour_T), row.behaviour_T),
+        ("base log-prob must be finite and at most 0", _is_no_logprob(base_T), base_T),
         (f"token id must be in the vocabulary of {vocabulary_size}", bad_id_T, row.token_ids_T),
         (f"token version must be at most the learner's {policy_version}", bad_version_T, row.versions_T),
         # Position 0 has no prediction: nothing can have generated it.
@@ -252,6 +293,10 @@ def _check_row(row: _Row, name: str, policy_version: int, vocabulary_size: int) 
         if bad_T.any():
             at = int(np.flatnonzero(bad_T)[0])
             raise RecordError(f"{what}: got {values_T[at]} (trajectory {name}, turn {row.turn_ids_T[at]}, token {at})")
+
+
+def _is_no_logprob(values_T: NDArray[np.float32]) -> NDArray[np.bool_]:
+    return ~(np.isfinite(values_T) & (values_T <= _LOGPROB_SLACK))
 
 
 def _concatenate(rows: Sequence[_Row], names: tuple[str, ...]) -> TokenBatch:
@@ -276,4 +321,7 @@ def _concatenate(rows: Sequence[_Row], names: tuple[str, ...]) -> TokenBatch:
         row_lengths=tuple(lengths.tolist()),
         row_trajectories=tuple(row.trajectory for row in rows),
         trajectory_names=names,
+        base_logprobs_N=None
+        if all(row.base_T is None for row in rows)
+        else tokens([row.behaviour_T if row.base_T is None else row.base_T for row in rows], np.float32),
     )

@@ -141,7 +141,7 @@ def lag_panel(data: PanelInput) -> dict[str, float]:
     for name, lags in (("tokens", lag_P), ("trajectories", oldest_I[oldest_I >= 0])):
         counts = torch.bincount(lags.clamp(max=_LAGS), minlength=_LAGS + 1).tolist()
         metrics |= {f"lag_{name}_{_bin(lag, _LAGS)}": float(count) for lag, count in enumerate(counts)}
-    gap_P = (data.proximal_N[mask_N].to(torch.float64) - tokens.behaviour_logprobs_N[mask_N].to(torch.float64)).abs()
+    gap_P = (data.proximal_N[mask_N].to(torch.float64) - tokens.sampler_logprobs[mask_N].to(torch.float64)).abs()
     for name, chosen_P in (("fresh", lag_P == 0), ("stale", lag_P > 0)):
         if bool(chosen_P.any()):
             metrics[f"log_ratio_abs_{name}"] = float(gap_P[chosen_P].mean())

@@ -1,7 +1,8 @@
 """The first thing to check in any RL run: the trainer and the sampler must agree on what was sampled.
 
 Where the learner's own version produced a token, both compute the same log-prob from the same weights and the same
-context, so any difference is a bug: wrong alignment, wrong template, wrong temperature, torn weights.
+context, so any difference is a bug: wrong alignment, wrong template, wrong temperature, torn weights. Where values
+guided tokens, that holds for the log-probs before guidance, which the record has beside those of the draw.
 """
 
 import math
@@ -33,13 +34,13 @@ def measure_parity(tokens: TokenBatch, logprobs_N: Tensor, *, policy_version: in
     positions_P = is_current_N.nonzero().squeeze(-1)
     if not len(positions_P):
         return ParityReport(0)
-    gaps_P = (logprobs_N[positions_P] - tokens.behaviour_logprobs_N[positions_P]).abs()
+    gaps_P = (logprobs_N[positions_P] - tokens.sampler_logprobs[positions_P]).abs()
     worst = int(positions_P[int(gaps_P.argmax())])
     return ParityReport(
         tokens=len(positions_P),
         max_abs=float(gaps_P.max()),
         mean_abs=float(gaps_P.mean()),
-        worst=f"{tokens.where(worst)}: sampled at {float(tokens.behaviour_logprobs_N[worst]):.6f}, "
+        worst=f"{tokens.where(worst)}: sampled at {float(tokens.sampler_logprobs[worst]):.6f}, "
         f"learner gives {float(logprobs_N[worst]):.6f}",
     )
 
