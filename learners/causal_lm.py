@@ -113,10 +113,19 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def canary(self) -> Canary:
-        """Return log-probs of a few words under the weights as they are, computed as in training."""
-        logprobs_M = self.score(pack([self._canary_ids])).logprobs_M
+        """Return log-probs of a few words under the weights as they are, computed as in training.
+
+        The second half continues the first with the second-likeliest token each time: such tokens are among the
+        alternatives that a server tells of, and not so likely that every model gives them the same odds.
+        """
+        ids = list(self._canary_ids[: (len(self._canary_ids) + 1) // 2])
+        while len(ids) < len(self._canary_ids):
+            with self._precision():
+                logits_V = self.network(input_ids=torch.tensor([ids], device=self.device)).logits[0, -1]
+            ids.append(int(logits_V[: self.config.vocab_size].topk(2).indices[1]))
+        logprobs_M = self.score(pack([tuple(ids)])).logprobs_M
         dtype = "bfloat16" if self._is_bfloat16 else "float32"
-        return Canary(self._canary_ids, tuple(logprobs_M.tolist()), dtype)
+        return Canary(tuple(ids), tuple(logprobs_M.tolist()), dtype)
 
     def save_weights(self, path: Path) -> None:
         """Write what servers load to one safetensors file, whole or not at all, with a canary in its metadata.

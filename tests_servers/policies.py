@@ -1,6 +1,7 @@
 """Policies that change as if they were trained, and what a server samples from them."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -80,7 +81,7 @@ async def trained(
         runtime = Runtime(endpoint, limits=Limits(max_turns=4), sampling=sampling, max_concurrent=48)
         return await train(
             runtime,
-            DigitGame,
+            partial(DigitGame, 0.4),  # seconds a turn: episodes go on for longer than an update takes
             tasks(256),
             learner=GRPO(model, off_policy="decoupled", updates=updates, muon_lr=None, adamw_lr=adamw_lr),
             updates=updates,

@@ -286,7 +286,15 @@ def test_canaries_are_words_of_the_models_own_tokenizer(start: Path) -> None:
     tokenizer.save(str(start / "tokenizer.json"))
     canary = HuggingFaceModel(start).load(None).canary()
     assert canary.token_ids[:3] == (5, 6, 0)
-    assert 8 in canary.token_ids
+
+
+def test_canaries_end_in_tokens_that_are_likely_under_the_weights_of_now(start: Path) -> None:
+    model = HuggingFaceModel(start).load(None)
+    ids = model.canary().token_ids
+    with torch.no_grad():
+        logits_TV = model.lm(input_ids=torch.tensor([ids])).logits[0]
+    for at in range((len(ids) + 1) // 2, len(ids)):
+        assert ids[at] == int(logits_TV[at - 1].topk(2).indices[1])
 
 
 # --- the specification
