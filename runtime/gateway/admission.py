@@ -1,6 +1,7 @@
 """Who is let in: keys become sessions, and limits become statuses."""
 
 import asyncio
+import secrets
 
 from aiohttp import web
 
@@ -14,9 +15,16 @@ from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.session import Session
 from turngate.runtime.session_table import SessionTable
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "random_seed"]
 
 _RETRY_AFTER_S = 1
+_SEED_BITS = 53
+"""What every language's JSON reads exactly."""
+
+
+def random_seed() -> int:
+    """Return the seed of a session that nobody has given one: with equal seeds, equal requests get equal replies."""
+    return secrets.randbits(_SEED_BITS)
 
 
 class Admission:
@@ -117,7 +125,7 @@ class Admission:
     def _open(self, key: str) -> Session:
         self._opened += 1
         id = f"agent-{self._opened}"
-        session = self.sessions.create(Task(id), id=id, key=key or "anonymous")
+        session = self.sessions.create(Task(id), id=id, key=key or "anonymous", seed=random_seed())
         guest = self.guests.of(session)
         guest.is_self_opened = True
         session.when_sealed(lambda _: guest.idle.close() if guest.idle is not None else None)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from turngate.envs.base import End, Task
 from turngate.runtime.errors import ConfigError, EnvError
-from turngate.runtime.gateway.admission import Admission
+from turngate.runtime.gateway.admission import Admission, random_seed
 from turngate.runtime.gateway.keys import is_same_key
 from turngate.runtime.limits import Limits
 from turngate.runtime.lru import LRU
@@ -28,7 +28,8 @@ class _NewSession(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     task: str | Task = ""
     """A whole task, or its words."""
     id: str = ""
-    seed: int = 0
+    seed: int | None = None
+    """A random one when None."""
     group_id: str = ""
     member: int = 0
     sampling: Sampling | None = None
@@ -85,7 +86,7 @@ class SessionRoutes:
             session = self._admission.sessions.create(
                 task,
                 id=asked.id,
-                seed=asked.seed,
+                seed=random_seed() if asked.seed is None else asked.seed,
                 group_id=asked.group_id,
                 member=asked.member,
                 sampling=asked.sampling,

@@ -43,6 +43,18 @@ async def test_an_episode_from_beginning_to_end_over_http():
     assert trajectory.turns[0].rewards == {"progress": 0.5, "outcome": 1.0}
 
 
+async def test_sessions_without_a_seed_get_different_replies_and_a_seed_gives_equal_ones():
+    async with door_to(sessions_by_key=True) as door:
+        opened = [
+            (await door.post("/v1/sessions", ADMIN, body))[1]["key"] for body in ({}, {}, {"seed": 7}, {"seed": 7})
+        ]
+        for key in (*opened, f"{ADMIN}.one", f"{ADMIN}.two"):
+            await door.post("/v1/chat/completions", key)
+        seeds = [request["seed"] for request in door.server.requests]
+        assert seeds[2] == seeds[3]
+        assert len(set(seeds)) == 5
+
+
 async def test_a_session_takes_sampling_limits_and_a_deadline_of_its_own():
     async with door_to() as door:
         asked = {"task": "buy", "sampling": {"temperature": 0.5, "max_tokens": 3}, "limits": {"max_turns": 1}}
