@@ -19,6 +19,7 @@ from turngate.envs.base import (
     ToolSpec,
 )
 from turngate.envs.latency import HeavyTail, compute_latency_s
+from turngate.envs.replay import replayed
 from turngate.envs.shopping import ShoppingEnv, ShoppingToolEnv
 from turngate.envs.tool_calls import ParsedReply, ToolParser
 from turngate.envs.tool_env import ToolEnv
@@ -52,6 +53,7 @@ __all__ = [
     "ToolSet",
     "ToolSpec",
     "compute_latency_s",
+    "replayed",
     "tool",
     "tool_parser",
 ]

@@ -167,16 +167,56 @@ class SnapshotEnvConformance(EnvConformance):
 
     def test_restoring_does_not_disturb_the_environment_that_saved(self) -> None:
         async def play() -> list[Step]:
-            env = self.make_env()
+            env, steps = self.make_env(), list[Step]()
+            assert isinstance(env, SnapshotEnv)
             await env.reset(self.make_task(), _SEED)
-            snapshot = await env.snapshot() if isinstance(env, SnapshotEnv) else None
-            assert snapshot is not None
-            await self._branch(snapshot, _SEED + 1, 0)
-            steps = await _continue(env, self.make_actions())
+            for index, action in enumerate(self.make_actions()):
+                await self._branch(await env.snapshot(), _SEED + 1, index)
+                steps.append(await env.step(action))
+                if steps[-1].end is not None:
+                    break
             await env.aclose()
             return steps
 
         assert self._run(play()) == self._run(self._play(_SEED))[1]
+
+    def test_an_environment_in_use_returns_to_a_snapshot_as_a_fresh_one_does(self) -> None:
+        """Rollouts reset an environment before they restore it."""
+        snapshots = self._run(self._play_with_snapshots())[2]
+        index = len(snapshots) // 2
+
+        async def play() -> tuple[Snapshot, list[Step]]:
+            env = self.make_env()
+            assert isinstance(env, SnapshotEnv)
+            await env.reset(self.make_task(), _SEED + 2)
+            await _continue(env, self.make_actions())
+            await env.restore(snapshots[index], _SEED + 1)
+            again = await env.snapshot()
+            steps = await _continue(env, self.make_actions()[index:])
+            await env.aclose()
+            return again, steps
+
+        fresh = self._run(self._branch(snapshots[index], _SEED + 1, index))
+        assert self._run(play()) == (snapshots[index], fresh)
+
+    def test_branches_have_snapshots_like_any_episode(self) -> None:
+        """A search branches from branches; what was reached under fresh luck is saved as it is."""
+        first = self._run(self._play_with_snapshots())[2][0]
+
+        async def play() -> tuple[Snapshot, int]:
+            env = self.make_env()
+            assert isinstance(env, SnapshotEnv)
+            await env.restore(first, _SEED + 1)
+            steps = await _continue(env, self.make_actions()[:-1])
+            snapshot = await env.snapshot()
+            await env.aclose()
+            return snapshot, len(steps)
+
+        snapshot, taken = self._run(play())
+        assert self._run(play())[0] == snapshot
+        assert self._run(self._resave(snapshot)) == snapshot
+        futures = [self._run(self._branch(snapshot, _SEED + 3, taken)) for _ in range(2)]
+        assert futures[0] == futures[1]
 
     def test_a_snapshot_of_another_kind_is_refused(self) -> None:
         snapshot = Snapshot("somebody.else", self._run(self._play_with_snapshots())[2][0].data)

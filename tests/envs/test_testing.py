@@ -1,6 +1,7 @@
 """The kit accepts a good environment and catches each kind of bad one."""
 
 import asyncio
+import pickle
 import random
 
 import pytest
@@ -65,6 +66,72 @@ def test_a_snapshot_that_carries_its_luck_is_caught():
 
     with pytest.raises(AssertionError):
         suite_for(Env).test_branches_see_independent_luck_exactly_when_the_environment_is_stochastic()
+
+
+def test_a_snapshot_that_holds_the_state_of_its_random_source_is_caught():
+    """eleurent/rl-agents#43: every branch of a copied environment replays one future."""
+
+    class Env(CoinFlipEnv):
+        async def snapshot(self):
+            return Snapshot(self.kind, pickle.dumps((self.flips, self.flipped, self._rng)))
+
+        async def restore(self, snapshot, seed):
+            if snapshot.kind != self.kind:
+                raise ValueError(snapshot.kind)
+            self.flips, self.flipped, self._rng = pickle.loads(snapshot.data)
+
+    with pytest.raises(AssertionError):
+        suite_for(Env).test_branches_see_independent_luck_exactly_when_the_environment_is_stochastic()
+
+
+def test_a_restored_branch_that_shares_its_state_with_the_saved_episode_is_caught():
+    kept = {}
+
+    class Env(CoinFlipEnv):
+        async def snapshot(self):
+            kept[str(len(self.flipped))] = self.flipped
+            return Snapshot(self.kind, str(len(self.flipped)).encode())
+
+        async def restore(self, snapshot, seed):
+            self.flipped, self._rng = kept[snapshot.data.decode()], random.Random(seed)
+
+    with pytest.raises(AssertionError):
+        suite_for(Env).test_restoring_does_not_disturb_the_environment_that_saved()
+
+
+def test_an_environment_that_restores_only_when_fresh_is_caught():
+    class Env(CoinFlipEnv):
+        async def restore(self, snapshot, seed):
+            before = self.flipped
+            await super().restore(snapshot, seed)
+            self.flipped = before + self.flipped
+
+    suite = suite_for(Env)
+    suite.test_a_restored_environment_is_in_the_saved_state()
+    with pytest.raises(AssertionError):
+        suite.test_an_environment_in_use_returns_to_a_snapshot_as_a_fresh_one_does()
+
+
+def test_a_branch_that_cannot_be_saved_is_caught():
+    class Env(CoinFlipEnv):
+        is_branch = False
+
+        async def snapshot(self):
+            saved = await super().snapshot()
+            return Snapshot(self.kind, saved.data + b" " * self.is_branch)
+
+        async def step(self, action):
+            self.is_branch |= self.is_restored
+            return await super().step(action)
+
+        is_restored = False
+
+        async def restore(self, snapshot, seed):
+            await super().restore(snapshot, seed)
+            self.is_restored, self.is_branch = True, False
+
+    with pytest.raises(AssertionError):
+        suite_for(Env).test_branches_have_snapshots_like_any_episode()
 
 
 def test_luck_in_an_environment_that_declares_none_is_caught():
