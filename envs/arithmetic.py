@@ -76,6 +76,7 @@ class ArithmeticEnv:
     """
 
     kind = "turngate.arithmetic"
+    deterministic_step = True
 
     def __init__(self) -> None:
         self._problem: Problem | None = None

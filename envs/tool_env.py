@@ -12,16 +12,18 @@ class Library(ToolEnv):
 
     async def score(self, answer):
         return float(answer == self.shelf[0])
+
+With `save` and `load` it has snapshots, too; without them `replayed(Library)` has, if it has no luck.
 """
 
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import msgspec
 
-from turngate.envs.base import Action, End, Observation, Step, Task
+from turngate.envs.base import Action, End, Observation, Snapshot, Step, Task
 from turngate.envs.tool_calls import ToolParser
 from turngate.envs.tool_parsers import tool_parser
 from turngate.envs.tool_set import MODEL_FAULTS, TOOL_FAULTS, ToolAnswer, ToolSet
@@ -43,6 +45,10 @@ class ToolEnv:
     Calls of a turn run at once, or one after the other in a subclass with `sequential = True`. An exception of a tool
     is an answer the model sees; one of `start` or `score` ends the episode as a failure of the environment.
 
+    A subclass with two methods more is a SnapshotEnv: `save() -> bytes` returns what its tools have changed, without
+    any luck, and `load(data)` sets that and all else that `start` sets, with `self.task` known. Where there is luck,
+    `reseed(seed)` draws what is to come; it is called after `load`. Each may be a coroutine.
+
     Mutable state: `task`, `_turn`, `_rewards` (components of the step under way).
     """
 
@@ -50,6 +56,8 @@ class ToolEnv:
     """Whether calls of one turn run in order, for tools that share state."""
     fatal: ClassVar[tuple[type[Exception], ...]] = ()
     """Exceptions of tools that end the episode as `env_error`, and are no answer."""
+    deterministic_step: ClassVar[bool] = False
+    """Whether equal actions after equal starts always have equal answers; then actions can be replayed."""
     _class_tools: ClassVar[ToolSet] = ToolSet([])
 
     def __init_subclass__(cls) -> None:
@@ -58,6 +66,10 @@ class ToolEnv:
         names = {name: None for base in reversed(cls.__mro__) for name in vars(base)}
         tools = [made for name in names if isinstance(made := getattr(cls, name, None), Tool)]
         cls._class_tools = ToolSet(tools, sequential=cls.sequential, fatal=cls.fatal)
+        if _is_hook(cls, "save") and _is_hook(cls, "load") and not hasattr(cls, "snapshot"):
+            # Only then: a class that has these methods counts as an environment that can be saved.
+            setattr(cls, "snapshot", _snapshot)  # noqa: B010 - a type checker would want it declared for all
+            setattr(cls, "restore", _restore)  # noqa: B010
 
     def __init__(
         self,
@@ -196,6 +208,42 @@ class ToolEnv:
 
     async def aclose(self) -> None:
         """Release what the episode holds. Override it."""
+
+
+class _Saved(msgspec.Struct):
+    task: Task
+    turn: int
+    data: bytes
+
+
+async def _snapshot(self: Any) -> Snapshot:
+    """Return the state as `save` tells it."""
+    env = cast(ToolEnv, self)
+    data = await _awaited(self.save())
+    if not isinstance(data, bytes):
+        raise TypeError(f"save must return bytes: got {type(data).__name__} ({type(env).__name__})")
+    return Snapshot(_kind(env), msgspec.msgpack.encode(_Saved(env.task, env._turn, data)))
+
+
+async def _restore(self: Any, snapshot: Snapshot, seed: int) -> None:
+    """Return to a state by `load`; luck to come is drawn by `reseed`, where there is any."""
+    env = cast(ToolEnv, self)
+    if snapshot.kind != (kind := _kind(env)):
+        raise ValueError(f"snapshot must be of kind {kind!r}: got {snapshot.kind!r}; restore it where it is from")
+    saved = msgspec.msgpack.decode(snapshot.data, type=_Saved)
+    env.task, env._turn = saved.task, saved.turn
+    await _awaited(self.load(saved.data))
+    if _is_hook(type(env), "reseed"):
+        await _awaited(self.reseed(seed))
+
+
+def _is_hook(cls: type, name: str) -> bool:
+    found = getattr(cls, name, None)
+    return callable(found) and not isinstance(found, Tool)  # a tool that the agent may call is something else
+
+
+def _kind(env: ToolEnv) -> str:
+    return str(getattr(env, "kind", "")) or f"{type(env).__module__}.{type(env).__qualname__}"
 
 
 def _checked_penalties(penalties: float | Mapping[str, float]) -> dict[str, float]:

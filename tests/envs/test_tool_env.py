@@ -3,13 +3,28 @@
 import asyncio
 import functools
 import json
+import random
 from typing import Annotated, Any
 
 import msgspec
 import pytest
 
-from turngate.envs import Action, End, Finish, Observation, Task, Tool, ToolCall, ToolEnv, ToolSet, tool
-from turngate.envs.testing import EnvConformance
+from turngate.envs import (
+    Action,
+    End,
+    Finish,
+    Observation,
+    Snapshot,
+    SnapshotEnv,
+    Task,
+    Tool,
+    ToolCall,
+    ToolEnv,
+    ToolSet,
+    replayed,
+    tool,
+)
+from turngate.envs.testing import EnvConformance, SnapshotEnvConformance
 from turngate.runtime import run_rollout
 from turngate.runtime.testing import FakeEndpoint, cancel_everywhere
 from turngate.runtime.types import Completion
@@ -296,3 +311,138 @@ def test_it_says_what_it_is_and_what_happened():
     assert repr(env).startswith("<Vault not started, turn 0, <ToolSet look, enter;")
     assert set(Vault.statistics()) >= {"calls", "unknown_tool", "timeout"}
     assert isinstance(Vault.look, Tool)
+
+
+# Snapshots.
+
+
+class SavedVault(Vault):
+    """Says how its state is saved; the budget of turns is part of it."""
+
+    def __init__(self) -> None:
+        super().__init__(max_turns=4, penalties=0.1)
+
+    def save(self) -> bytes:
+        return str(self.tries).encode()
+
+    def load(self, data: bytes) -> None:
+        self.code, self.tries = self.task.data["code"], int(data)
+
+    @tool
+    def count(self) -> int:
+        """Count the tries."""
+        return self.tries
+
+
+class TestSavedVaultConforms(SnapshotEnvConformance):
+    def make_env(self) -> SavedVault:
+        return SavedVault()
+
+    def make_task(self) -> Task:
+        return TASK
+
+    def make_actions(self) -> list[Action]:
+        return [acting(call("enter", code=1)), Action("hm"), acting(call("count")), acting(call("enter", code=7))]
+
+
+class Dice(ToolEnv):
+    """Throws dice; its hooks are coroutines."""
+
+    async def start(self, task: Task, seed: int) -> str:
+        self.thrown: list[int] = []
+        self.reseed_now(seed)
+        return "Throw."
+
+    def reseed_now(self, seed: int) -> None:
+        self.rng = random.Random(f"dice {seed}")
+
+    async def reseed(self, seed: int) -> None:
+        self.reseed_now(seed)
+
+    async def save(self) -> bytes:
+        return bytes(self.thrown)
+
+    async def load(self, data: bytes) -> None:
+        self.thrown = list(data)
+
+    @tool
+    async def throw(self) -> int:
+        """Throw a die."""
+        self.thrown.append(self.rng.randint(1, 6))
+        if len(self.thrown) == 4:
+            raise Finish(sum(self.thrown) / 24)
+        return self.thrown[-1]
+
+
+class TestDiceConform(SnapshotEnvConformance):
+    stochastic = True
+
+    def make_env(self) -> Dice:
+        return Dice()
+
+    def make_task(self) -> Task:
+        return Task("dice")
+
+    def make_actions(self) -> list[Action]:
+        return [acting(call("throw")), acting(call("throw", "1"), call("throw", "2")), acting(call("throw"))]
+
+
+class ReplayableVault(Vault):
+    deterministic_step = True
+
+
+make_replayed_vault = replayed(ReplayableVault)
+
+
+class TestReplayedVaultConforms(SnapshotEnvConformance):
+    factory_path = f"{__name__}:make_replayed_vault"
+
+    def make_env(self) -> Any:
+        return make_replayed_vault()
+
+    def make_task(self) -> Task:
+        return TASK
+
+    def make_actions(self) -> list[Action]:
+        return TestVaultConforms().make_actions()
+
+
+def test_only_an_environment_that_says_how_it_is_saved_has_snapshots():
+    class Editor(ToolEnv):
+        @tool
+        def save(self) -> str:
+            """Save the file."""
+            return "saved"
+
+        @tool
+        def load(self) -> str:
+            """Load the file."""
+            return "loaded"
+
+    assert isinstance(SavedVault(), SnapshotEnv)
+    assert not isinstance(Vault(), SnapshotEnv)
+    assert not isinstance(Editor(), SnapshotEnv)
+
+
+async def test_snapshots_of_one_class_are_refused_by_another_and_must_be_bytes():
+    class Wrong(SavedVault):
+        def save(self) -> Any:
+            return "text"
+
+    env, other = await started(Wrong()), await started(SavedVault())
+    with pytest.raises(TypeError, match=r"save must return bytes: got str \(Wrong\)"):
+        await env.snapshot()
+    snapshot = await other.snapshot()
+    assert snapshot.kind == f"{__name__}.SavedVault"
+    with pytest.raises(ValueError, match="snapshot must be of kind"):
+        await env.restore(snapshot, 0)
+    with pytest.raises(ValueError, match="snapshot must be of kind"):
+        await other.restore(Snapshot("x", snapshot.data), 0)
+
+
+async def test_the_counts_of_tools_stay_shared_after_a_restore():
+    before = SavedVault.statistics()["calls"]
+    env = await started(SavedVault())
+    await env.restore(await env.snapshot(), 0)
+    await env.step(acting(call("count")))
+    assert SavedVault.statistics()["calls"] == before + 1
