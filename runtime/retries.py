@@ -117,7 +117,7 @@ class RetryingClient:
                 except TimeoutError as error:
                     self.timeouts += 1
                     raise EndpointTimeout(
-                        f"reply must arrive within {timeout_s:g} s: got none (POST {self.url}{path}, "
+                        f"reply must arrive within {timeout_s:.4g} s: got none (POST {self.url}{path}, "
                         f"{attempt} retries); check the server, or raise the request timeout"
                     ) from error
                 except ConnectionError as error:

@@ -7,7 +7,7 @@ import pytest
 
 from turngate.envs.base import End, Task
 from turngate.envs.testing import EchoEnv
-from turngate.runtime import endpoint as endpoint_module
+from turngate.runtime import retries
 from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.limits import Limits
 from turngate.runtime.rollout import run_rollout
@@ -20,7 +20,7 @@ LIMITS = Limits(request_timeout_s=30.0)
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "_FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(retries, "_FIRST_DELAY_S", 0.001)
 
 
 async def play(server, *, limits=LIMITS, max_retries=2):
