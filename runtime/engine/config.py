@@ -36,6 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences decoded together."""
     max_waiting: int = 8192
     """Sequences that may wait for a place; beyond it requests are answered 429."""
+    max_cached_tokens: int = 262_144
+    """Tokens of finished sequences kept for prompts that go on from them; 0 computes every prompt anew."""
     on_update: Literal["recompute", "keep"] = "recompute"
     """After a weight update, running sequences have their cache recomputed, so that each token's log-prob is exactly
     its version's; `keep` goes on with the old cache, which is faster and makes those tokens a mixture."""
@@ -50,6 +52,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_running", "max_waiting", "max_body_bytes", "keep_alive_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive: got {getattr(self, name)}; leave it out for the default")
+        if self.max_cached_tokens < 0:
+            raise ConfigError(
+                f"max_cached_tokens must be 0 or more: got {self.max_cached_tokens}; 0 turns the cache off"
+            )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be in [0, 65535]: got {self.port}; 0 takes a free one")
         for name in ("policy_version", "value_version"):

@@ -87,7 +87,10 @@ class EngineServer:
         self._config = config
         self._model = model
         batching = BatcherConfig(
-            max_running=config.max_running, max_waiting=config.max_waiting, on_update=config.on_update
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_cached_tokens=config.max_cached_tokens,
+            on_update=config.on_update,
         )
         if config.seed is not None:
             batching = msgspec.structs.replace(batching, seed=config.seed)

@@ -417,6 +417,7 @@ async def test_taken_port_is_a_clear_error(start_server):
     [
         ({"port": 70000}, "port must be in"),
         ({"max_running": 0}, "max_running must be positive"),
+        ({"max_cached_tokens": -1}, "max_cached_tokens must be 0 or more"),
         ({"policy_version": -1}, "policy_version must be in"),
         ({"api_key": ""}, "api_key must not be empty"),
     ],
