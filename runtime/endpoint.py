@@ -225,11 +225,11 @@ class Endpoint:
         return await resend_aborted(lambda left_s: self._complete_chat(body, sampling, left_s), timeout_s)
 
     async def _complete_chat(self, body: bytes, sampling: Sampling, timeout_s: float) -> Completion:
-        sent = self.policy_version
+        sent = self.serving_version
         told = await self._client.request("/chat/completions", body, timeout_s)
         try:
             reply = cast(ChatReply, decode_reply(told))
-            completion = chat_completion(reply, sent, self.policy_version, self.newest_version())
+            completion = chat_completion(reply, sent, self.serving_version, self.newest_version())
             completion = with_guided_tokens(completion, reply, sampling)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/chat/completions") from error
@@ -250,10 +250,10 @@ class Endpoint:
     async def _generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, seed: int | None, timeout_s: float
     ) -> Completion:
-        sent = self.policy_version
+        sent = self.serving_version
         reply = await self._complete_text(prompt_token_ids, sampling, seed=seed, echo=False, timeout_s=timeout_s)
         try:
-            completion = text_completion(reply, prompt_token_ids, sent, self.policy_version, self.newest_version())
+            completion = text_completion(reply, prompt_token_ids, sent, self.serving_version, self.newest_version())
             completion = with_guided_tokens(completion, reply, sampling)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/completions") from error
@@ -320,6 +320,12 @@ class Endpoint:
             guidance=asked_guidance(sampling, self.dialect),
         )
         return _encode(request)
+
+    @property
+    def serving_version(self) -> int:
+        """The version that answers now, as far as it is known: already the next one while its publisher checks it."""
+        checked: int | None = getattr(self.publisher, "serving_version", None)
+        return self.policy_version if checked is None else max(checked, self.policy_version)
 
     def newest_version(self) -> int | None:
         """Return the newest version that a server can serve; None while nobody has told us any."""

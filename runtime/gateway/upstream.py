@@ -18,7 +18,7 @@ __all__ = ["arrival", "refusal_of"]
 
 def arrival(endpoint: Endpoint, version_sent: int) -> Arrival:
     """Return the versions around a request whose reply is there."""
-    return Arrival(version_sent, endpoint.policy_version, endpoint.newest_version())
+    return Arrival(version_sent, endpoint.serving_version, endpoint.newest_version())
 
 
 def refusal_of(error: EndpointError) -> RequestError:

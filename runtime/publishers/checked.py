@@ -112,6 +112,9 @@ class CheckedPublisher:
         self._turn = asyncio.Lock()  # a canary tells nothing while another publication is under way
         self.is_switching = False
         """Whether a publication is under way, and with `in_flight == "restarts"` requests go unanswered."""
+        self.serving_version: int | None = None
+        """The version that answers already while it is being checked, and after; None while the endpoint knows better:
+        before the first, after one that was taken back, and where requests name the version they want."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._control!r}>"
@@ -147,6 +150,8 @@ class CheckedPublisher:
             async with asyncio.timeout(self._timeout_s), self._turn:
                 self.is_switching = True
                 await self._serve(path, policy_version, what)
+                # Before the check, which takes its time: what is sampled meanwhile is this version's.
+                self.serving_version = policy_version if self.model is None else None
                 await self._check(path, what)
         except TimeoutError:
             raise PublishError(
@@ -206,6 +211,7 @@ class CheckedPublisher:
                 )
                 self._accept(canary, report)
         except PublishError as mismatch:
+            self.serving_version = None
             # Past the deadline if need be, and although cancelled: wrong weights must not stay because of a timer.
             state = "what the server serves now is not known"
             with anyio.move_on_after(_UNDO_S, shield=True):

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 from random import Random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -334,6 +335,20 @@ async def test_without_versions_from_the_server_tokens_get_the_version_at_send()
         completion = await task
     assert list(completion.versions) == [6, 6, 6]
     assert (completion.version_sent, completion.version_received) == (6, 7)
+
+
+async def test_what_is_sampled_while_new_weights_are_checked_is_theirs():
+    async with (
+        HostileServer(answer("ok", lambda r: r["choices"][0].pop("policy_versions"))) as server,
+        endpoint_at(server, policy_version=6, publisher=SimpleNamespace(serving_version=None)) as endpoint,
+    ):
+        assert list((await endpoint.complete(ASK, SAMPLING)).versions) == [6, 6, 6]
+        endpoint.publisher.serving_version = 7  # in service, and not confirmed yet
+        completion = await endpoint.complete(ASK, SAMPLING)
+        assert list(completion.versions) == [7, 7, 7]
+        assert (completion.version_sent, completion.version_received) == (7, 7)
+        endpoint.publisher.serving_version = None  # and taken back
+        assert list((await endpoint.complete(ASK, SAMPLING)).versions) == [6, 6, 6]
 
 
 def test_one_endpoint_serves_two_event_loops_and_leaks_nothing():

@@ -140,3 +140,30 @@ def test_limits_that_cannot_work_are_refused():
     for tolerance in (0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="canary_tolerance"):
             publisher(Control(), canary_tolerance=tolerance)
+
+
+async def test_weights_count_as_served_while_they_are_checked_and_not_once_they_were_taken_back(weights):
+    control = Control()
+    checked = publisher(control)
+    seen: list[int | None] = []
+    score = control.score
+
+    async def watched(token_ids, *, timeout_s=60.0):
+        seen.append(checked.serving_version)
+        return await score(token_ids, timeout_s=timeout_s)
+
+    control.score = watched
+    await checked.publish(weights(1), 1)
+    assert (seen, checked.serving_version) == ([1], 1)
+    control.off = 1.0
+    with pytest.raises(PublishError, match="undone"):
+        await checked.publish(weights(2), 2)
+    assert (seen, checked.serving_version) == ([1, 2], None)
+
+
+async def test_servers_whose_requests_name_a_version_keep_theirs_until_they_do(weights):
+    control = Control()
+    control.model = "policy-1"
+    checked = publisher(control)
+    await checked.publish(weights(1), 1)
+    assert checked.serving_version is None
