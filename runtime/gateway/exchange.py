@@ -133,14 +133,17 @@ class Exchanges:
         pending = [exchange for exchange in self._pending if exchange.key == key]
         for exchange in pending:
             if not exchange.attached:
-                return exchange
-        if is_retry and self._refused[key]:
+                if exchange.problem is None:
+                    return exchange
+                del self._pending[exchange]  # it failed while nobody waited for it
+        if self._refused[key]:
             self._refused[key] -= 1  # it was told no, and asks anew
             return None
         if not (is_named or is_retry):
             return None
-        if pending:
-            return pending[-1]
+        waited_for = [exchange for exchange in pending if exchange in self._pending]
+        if waited_for:
+            return waited_for[-1]
         return next((exchange for exchange in reversed(self._delivered) if exchange.key == key), None)
 
     def start(

@@ -7,7 +7,7 @@ import msgspec
 
 from turngate.runtime.types import Completion
 
-__all__ = ["Envelope", "chunk_bodies", "reply_body"]
+__all__ = ["Envelope", "chunk_bodies", "closing_bodies", "opening_body", "reply_body", "text_body"]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -59,6 +59,30 @@ def chunk_bodies(envelope: Envelope, completions: Sequence[Completion], *, has_u
         yield envelope.around(kind, [end], **more)
     if has_usage:
         yield envelope.around(kind, [], usage=_usage(completions))
+
+
+def opening_body(envelope: Envelope, *, has_usage: bool) -> bytes:
+    """Return the chunk that opens a stream of one choice."""
+    delta = {"role": "assistant", "content": ""}
+    return _single(envelope, delta, None, has_usage)
+
+
+def text_body(envelope: Envelope, text: str, *, has_usage: bool) -> bytes:
+    """Return a chunk of text."""
+    return _single(envelope, {"content": text}, None, has_usage)
+
+
+def closing_bodies(envelope: Envelope, completion: Completion, *, has_usage: bool) -> Iterator[bytes]:
+    """Yield the chunks that end a stream of one choice."""
+    yield _single(envelope, {}, completion.stop_reason, has_usage)
+    if has_usage:
+        yield envelope.around("chat.completion.chunk", [], usage=_usage([completion]))
+
+
+def _single(envelope: Envelope, delta: dict[str, Any], finish_reason: str | None, has_usage: bool) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    more: dict[str, Any] = {"usage": None} if has_usage else {}
+    return envelope.around("chat.completion.chunk", [choice], **more)
 
 
 def _message(one: Completion, *, with_index: bool) -> dict[str, Any]:

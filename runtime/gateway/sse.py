@@ -1,6 +1,6 @@
 """Server-sent events: read from a server as they come, and written to an agent."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from turngate.runtime.errors import MalformedReply
 
@@ -13,7 +13,7 @@ _MAX_EVENT_BYTES = 16 * 1024 * 1024
 """Of one event: what comes without an end must not fill our memory."""
 
 
-async def event_data(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def event_data(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
     """Yield the data of each event; comments and all fields but `data` are skipped, whatever ends the lines.
 
     Raises: MalformedReply: an event has no end in sight. What `pieces` raises goes through.

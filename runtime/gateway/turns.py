@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import cast
 
 from turngate.runtime.conversation import token_mode_of
@@ -20,9 +20,10 @@ from turngate.runtime.gateway.exchange import Exchange
 from turngate.runtime.gateway.guests import Guest
 from turngate.runtime.gateway.keys import role_in
 from turngate.runtime.gateway.rendered import Envelope
+from turngate.runtime.gateway.rendered_source import RenderedSource, offered_tools
 from turngate.runtime.gateway.response_items import Translation
 from turngate.runtime.gateway.responses import decode_responses, output_messages
-from turngate.runtime.gateway.sources import RenderedSource, ServerSource, Source, offered_tools
+from turngate.runtime.gateway.sources import ServerSource, Source
 from turngate.runtime.gateway.sse import DONE, SSE_HEADERS, event_piece
 from turngate.runtime.gateway.upstream import refusal_of
 from turngate.runtime.openai_api.refusals import RequestError
@@ -119,7 +120,7 @@ class Works:
             source = ServerSource(endpoint, "/chat/completions", sent, choices=ask.n or 1, timeout_s=self._timeout_s)
         else:
             envelope = Envelope(self._next_id("chatcmpl-"), int(time.time()), self._model())
-            source = RenderedSource(session, fields, ask, drawing, chat, envelope, timeout_s=self._timeout_s)
+            source = RenderedSource(session, endpoint, fields, ask, drawing, chat, envelope, timeout_s=self._timeout_s)
         return _Turn(session, source, ask, drawing, chat, role, secrets_of(endpoint))
 
     def _next_id(self, prefix: str) -> str:
@@ -165,8 +166,9 @@ class _Turn:
         """Answer as the reply comes."""
         exchange.stream(SSE_HEADERS)
         with self._told():
-            async for chunk in self.source.chunks():
-                exchange.write(event_piece(strip(chunk.data, self._keep)))
+            async with aclosing(self.source.chunks()) as chunks:
+                async for chunk in chunks:
+                    exchange.write(event_piece(strip(chunk.data, self._keep)))
             completions = self.source.completions()
         exchange.finish(event_piece(DONE), self.recorder(completions))
 
@@ -182,11 +184,12 @@ class _Turn:
         exchange.stream(SSE_HEADERS)
         opening = translation.opening()
         with self._told():
-            async for chunk in self.source.chunks():
-                told = translation.chunk(cast(ChatChunk, chunk.decoded))
-                if opening or told:
-                    exchange.write(opening + told)
-                    opening = b""
+            async with aclosing(self.source.chunks()) as chunks:
+                async for chunk in chunks:
+                    told = translation.chunk(cast(ChatChunk, chunk.decoded))
+                    if opening or told:
+                        exchange.write(opening + told)
+                        opening = b""
             completions = self.source.completions()
         exchange.finish(opening + translation.closing(completions[0]), _both(self.recorder(completions), remember))
 

@@ -41,7 +41,9 @@ class FakeRenderer:
 
     def parse(self, token_ids: Sequence[int], *, has_tools: bool = True, call_id_prefix: str = "call") -> Reply:
         """Return the text; with tools, all of it is one call when it looks like `name(arguments)`."""
-        text = b"".join(b"ab" if i == PAIR else bytes([i]) for i in token_ids if i < 256 or i == PAIR).decode()
+        text = b"".join(b"ab" if i == PAIR else bytes([i]) for i in token_ids if i < 256 or i == PAIR).decode(
+            errors="replace"
+        )
         found = _CALL.match(text) if has_tools else None
         return Reply("", (ToolCall(f"{call_id_prefix}_0", found[1], found[2]),)) if found else Reply(text)
 

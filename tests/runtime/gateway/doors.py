@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 from random import Random
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -84,7 +85,7 @@ def two_tool_agent(request):
     return Said("it is 4")
 
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {

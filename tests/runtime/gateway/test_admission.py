@@ -1,6 +1,7 @@
 """Keys that open sessions of their own, and when those end."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ async def test_with_an_admin_key_only_that_key_and_names_behind_it_open_sessions
 
 
 async def test_an_idle_session_ends_and_its_key_begins_a_new_one():
-    table = {}
+    table: dict[str, Any] = {}
     finished = recorded(table)
     async with door_to(sessions_by_key=True, admin_key=None, idle_timeout_s=0.05, table=table) as door:
         await door.post(CHAT_PATH, "one")

@@ -1,6 +1,7 @@
 """The official client, unmodified: asynchronous, synchronous, streaming, with tools, through both of its APIs."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -36,7 +37,8 @@ async def play_chat(client, *, stream=False):
 
 async def play_responses(client, *, by_id, stream=False):
     """Play the same over the responses API, with earlier turns by their id or in full."""
-    given, history, previous = [{"role": "user", "content": "how many?"}], [], None
+    history: list[Any] = []
+    given, previous = [{"role": "user", "content": "how many?"}], None
     while True:
         sent = {"input": given, "previous_response_id": previous} if by_id else {"input": history + given}
         asked = {"model": "any", "tools": RESPONSE_TOOLS, "instructions": "be brief", **sent}

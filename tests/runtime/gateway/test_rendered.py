@@ -1,14 +1,19 @@
 """Where chats are rendered here and the server is sent ids: the same door, exact ids, whole replies as streams."""
 
+import asyncio
+
 import aiohttp
 import pytest
 
-from tests.runtime.gateway.doors import CHAT, HI, TOOLS, events
+from tests.runtime.gateway.doors import CHAT, HI, TOOLS, door_to, events
 from tests.runtime.gateway.test_openai_client import RESULTS
+from tests.runtime.gateway.test_server import until
 from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.dialect import Dialect
 from turngate.runtime.gateway import Gateway
 from turngate.runtime.session_table import SessionTable
 from turngate.runtime.testing import FakeEndpoint, render_ids
+from turngate.runtime.testing.renderers import FakeRenderer
 from turngate.runtime.types import Completion, Message, Sampling
 
 CALL = ToolCall("call_0", "look", '{"at": 1}')
@@ -126,3 +131,68 @@ async def test_what_only_a_server_that_renders_can_do_is_refused(fake, asked, pa
 async def test_fields_that_ask_for_nothing_do_no_harm(fake, harmless):
     async with Gateway(table(fake)) as gateway:
         assert (await ask(gateway, gateway.sessions.create(), {**CHAT, **harmless}))[0] == 200
+
+
+TOKENS = {"dialect": Dialect(token_mode="tokens"), "renderer": FakeRenderer()}
+
+
+async def test_words_are_said_as_they_are_sampled():
+    async with door_to("one two three", endpoint=TOKENS) as door:
+        session = door.session()
+        pieces: list[str] = []
+        gate = asyncio.Semaphore(0)
+        door.server.between_chunks = gate.acquire
+        headers, body = {"Authorization": f"Bearer {session.key}"}, {**CHAT, "stream": True}
+        async with door.http.post(f"{door.gateway.url}/chat/completions", json=body, headers=headers) as reply:
+            for word in ("one ", "two ", "three"):
+                while word not in "".join(pieces):
+                    pieces.append((await reply.content.readany()).decode())
+                assert session.turns == 0
+                gate.release()
+            pieces.append((await reply.read()).decode())
+        told = events("".join(pieces))
+        trajectory = session.seal()
+    assert told[-1] == "[DONE]"
+    assert [c["choices"][0]["delta"].get("content") for c in told[:-1]] == ["", "one ", "two ", "three", None]
+    assert told[-2]["choices"][0]["finish_reason"] == "stop"
+    assert list(trajectory.segments[0].ids()) == [*render_ids([Message("user", "hi")]), *b"one two three", 260]
+    assert trajectory.trainable
+    assert (door.server.requests[0]["stream"], "prompt" in door.server.requests[0]) == (True, True)
+
+
+async def test_streamed_turns_go_on_from_the_ids_that_were_sampled():
+    async with door_to("one two", endpoint=TOKENS) as door:
+        session = door.session()
+        messages = list(HI)
+        for _ in range(3):
+            body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+            _, text, _ = await door.post("/v1/chat/completions", session.key, body)
+            *chunks, last, _ = events(text)
+            said = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+            assert last["usage"]["completion_tokens"] == 8
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        trajectory = session.seal()
+    assert (len(trajectory.turns), len(trajectory.segments), trajectory.drifts) == (3, 1, 0)
+
+
+async def test_a_stop_string_is_not_said_though_its_ids_were_sampled():
+    async with door_to("one two three", endpoint=TOKENS) as door:
+        session = door.session()
+        _, text, _ = await door.post("/v1/chat/completions", session.key, {**CHAT, "stream": True, "stop": "two"})
+        assert "".join(c["choices"][0]["delta"].get("content") or "" for c in events(text)[:-1]) == "one "
+        assert session.seal().turns[0].text == "one "
+
+
+async def test_words_stop_with_the_server_and_with_the_session():
+    async with door_to("one two three", endpoint=TOKENS) as door:
+        session = door.session()
+        door.server.breaks_after = 2
+        _, text, _ = await door.post("/v1/chat/completions", session.key, {**CHAT, "stream": True})
+        assert events(text)[-1]["error"]["code"] == "upstream_failed"
+        door.server.between_chunks = asyncio.Event().wait
+        waiting = asyncio.create_task(door.post("/v1/chat/completions", session.key, {**CHAT, "stream": True}))
+        await until(lambda: door.server.open == 1)
+        session.seal()
+        await waiting
+        await until(lambda: door.server.open == 0 and door.gateway.statistics().in_flight == 0)
+    assert session.trajectory.turns == ()
