@@ -9,7 +9,14 @@ from turngate.learners.reward_scheme import RewardScheme
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import Batch, Sampling, Trajectory
 
-__all__ = ["require_ess", "require_fresh", "require_scores", "require_whole_vocabulary", "warn_of_unpaid"]
+__all__ = [
+    "require_ess",
+    "require_fresh",
+    "require_scores",
+    "require_token_correction",
+    "require_whole_vocabulary",
+    "warn_of_unpaid",
+]
 
 _log = logging.getLogger("turngate.learner")
 
@@ -43,9 +50,20 @@ def warn_of_unpaid(scheme: RewardScheme, batch: Batch) -> bool:
 
 
 def require_fresh(off_policy: OffPolicy | OffPolicyName | None, tokens: TokenBatch, policy_version: int) -> None:
-    """Raise ConfigError when tokens that train are old and nobody said how to correct for that."""
+    """Raise ConfigError when tokens that train are old, or were guided, and nobody said how to correct for that."""
+    require_token_correction(off_policy, is_guided=tokens.base_logprobs_N is not None)
     lag_P = policy_version - tokens.versions_N[tokens.mask_N]
     require_off_policy_choice(off_policy, int(lag_P.max()) if len(lag_P) else 0)
+
+
+def require_token_correction(off_policy: OffPolicy | OffPolicyName | None, *, is_guided: bool) -> None:
+    """Raise ConfigError when values guide single tokens and nobody said how to correct for that."""
+    if is_guided and off_policy is None:
+        raise ConfigError(
+            "off_policy must be chosen to learn from guided tokens: got None, which takes them for the policy's own; "
+            "use 'decoupled', which weighs the policy over the guided distribution ('bypass' clips around that, and "
+            "drops what guidance has moved further)"
+        )
 
 
 def require_ess(state: PolicyState, ess_ratio: float, *, at_least: float, batches: int) -> None:

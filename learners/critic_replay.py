@@ -16,6 +16,7 @@ from torch import Tensor
 from turngate.learners.batch import TokenBatch, lay_out
 from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.critic import Critic, ValueReader, ValueTargets, after_actions
+from turngate.learners.guided import log_selections
 from turngate.learners.policy_model import ScoringModel
 from turngate.learners.policy_state import score_tokens
 from turngate.learners.replay import ReplayConfig, ReplayStore, as_batch, trajectory_lag
@@ -41,6 +42,8 @@ class _Draw:
     lags: list[int]
     actions: "_Actions | None"
     """The ends of the actions, when the critic has action values."""
+    is_guided: bool
+    """Whether values had a say in some of it: then even what is fresh is not the policy's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class CriticReplay:
 
         Args: policy: the policy whose values are wanted, as it is now; it is only read.
         """
-        self.store.put([lean_trajectory(trajectory) for trajectory in new], policy_version)
+        self.store.put([_without_candidates(lean_trajectory(trajectory)) for trajectory in new], policy_version)
         self.store.evict(policy_version)
         metrics = {f"replay_{name}": float(n) for name, n in msgspec.structs.asdict(self.store.statistics()).items()}
         if self.store.is_ready:
@@ -126,13 +129,16 @@ class CriticReplay:
         steps: list[TurnSteps] = []
         positions: list[list[int]] = []
         for number, turns in turn_tokens(tokens).items():
+            chosen = log_selections(drawn[number])  # what guidance added to the log-probs of drawing the actions
             positions.append([int(at[0]) for at in turns.values()])
             rewards_T = action_turns(drawn[number], self._rewards(drawn[number])).rewards_T
             log_ratios_T = torch.stack([gaps_N[at].sum() for at in turns.values()])
+            log_ratios_T = log_ratios_T - torch.tensor([chosen.get(turn, 0.0) for turn in turns], dtype=torch.float64)
             values_T = values_N[positions[-1]].to(torch.float64)
             steps.append(TurnSteps(rewards_T, values_T, log_ratios_T, bootstraps[number]))
         lags = [trajectory_lag(t, version) for t in drawn]
-        return _Draw(tokens, positions, steps, lags, self._actions(tokens, steps))
+        is_guided = tokens.base_logprobs_N is not None or any(map(log_selections, drawn))
+        return _Draw(tokens, positions, steps, lags, self._actions(tokens, steps), is_guided)
 
     def _actions(self, tokens: TokenBatch, steps: Sequence[TurnSteps]) -> _Actions | None:
         if not self._critic.config.action_values:
@@ -148,7 +154,13 @@ class CriticReplay:
     def _learn_from(self, draw: _Draw, policy_version: int) -> dict[str, float]:
         ratios = [steps.log_ratios_T for steps in draw.steps]
         has_actions = draw.actions is not None
-        choice = choose_target(ratios, self.config, lag_max=max(draw.lags), is_action_value=has_actions)
+        choice = choose_target(
+            ratios,
+            self.config,
+            lag_max=max(draw.lags),
+            is_action_value=has_actions,
+            is_guided=draw.is_guided,
+        )
         return choice.metrics() | self._move_values(draw, choice, policy_version)
 
     def _move_values(self, draw: _Draw, choice: TargetChoice, policy_version: int) -> dict[str, float]:
@@ -208,6 +220,19 @@ class CriticReplay:
             mask_N[list(at)] = True
         old_N = self._critic.values(tokens.masked(mask_N))
         return self._critic.learn(tokens, ValueTargets(targets_N, mask_N, old_N), epochs=1)
+
+
+def _without_candidates(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory without the draws that decisions chose among: many times its own tokens, and never read."""
+    if all(turn.decision is None for turn in trajectory.turns):
+        return trajectory
+    turns = tuple(
+        turn
+        if turn.decision is None
+        else msgspec.structs.replace(turn, decision=msgspec.structs.replace(turn.decision, candidates=()))
+        for turn in trajectory.turns
+    )
+    return msgspec.structs.replace(trajectory, turns=turns)
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -69,6 +69,8 @@ class UpdateData:
     mode: Aggregation
     policy_version: int | None = None
     """The learner's version, which lag is counted from; only interpolation reads it."""
+    turn_weights_N: Tensor | None = None
+    """Weight of the turn whose action was chosen among draws, see `learners.guided`; None when none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,8 @@ class Objective:
     def importance(self, data: UpdateData, mask_N: Tensor) -> Tensor:
         """Return the weight of each token's surrogate for one optimizer step, before it is cut into passes.
 
-        Weights of proximal over behaviour, times what the filters keep. Rejected tokens have weight 0.
+        Weights of proximal over behaviour, times those of guided turns, times what the filters keep. Rejected tokens
+        have weight 0. All of it stands outside the clip: a factor of the advantage, not of the ratio.
         Raises: LearnerError: a value that the step reads is not finite. ConfigError: advantages differ inside a unit.
         """
         choice, behaviour_N = self.choice, data.tokens.behaviour_logprobs_N
@@ -179,6 +182,8 @@ class Objective:
             units_N = self._unit_ids(data, mask_N, self._correction.unit)
             made = is_weights(data.proximal_N, behaviour_N, mask_N, self._correction, unit_ids=units_N)
             weights_N = made.weights
+        if data.turn_weights_N is not None and choice.kind != "none":
+            weights_N = weights_N * data.turn_weights_N
         for chosen in choice.filters:
             trajectories_N = data.tokens.trajectory_ids_N
             keep_N = filter_keep(chosen, data.proximal_N, behaviour_N, data.advantages_N, mask_N, trajectories_N)

@@ -20,11 +20,13 @@ from turngate.learners.checks import (
     require_ess,
     require_fresh,
     require_scores,
+    require_token_correction,
     require_whole_vocabulary,
     warn_of_unpaid,
 )
 from turngate.learners.credit import Credit, Keep, Scored
 from turngate.learners.critic import ValueTargets
+from turngate.learners.guided import check_guidance, read_guided
 from turngate.learners.hacking import HackingConfig, HackingMonitor
 from turngate.learners.logprobs import check_temperature
 from turngate.learners.losses import Clip
@@ -40,7 +42,8 @@ from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.turns import recorded_rewards
 from turngate.runtime.engine.model import Scores
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.types import Batch, Sampling, Trajectory, UpdateReport
+from turngate.runtime.guidance import Guidance
+from turngate.runtime.types import Batch, Sampling, TokenGuidance, Trajectory, UpdateReport
 
 __all__ = ["Credit", "Keep", "Parity", "PolicyLearner", "Scored"]
 
@@ -62,6 +65,9 @@ class PolicyLearner(ABC):
     off_policy: OffPolicy | OffPolicyName | None = None
     """What bridges the gap between sampler and policy, with its weights and filters. Must be chosen for asynchronous
     training; None trains on data of the current policy alone, and refuses older data."""
+    guided_weight_max: float | None = 5.0
+    """Truncation of the weight 1 / (N w) of turns whose action was chosen among draws (`Guidance`). With a softmax of
+    values in [0, 1] weights reach e^beta; what is cut is reported. None truncates nothing."""
     rewards: RewardScheme = field(default=RewardScheme())
     """What is learned from: by default what the environment paid. Evaluations never see it."""
     hacking: HackingConfig = field(default=HackingConfig())
@@ -119,6 +125,8 @@ class PolicyLearner(ABC):
         for name in ("max_grad_norm", "parity_tolerance"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive: got {getattr(self, name)} ({name_of})")
+        if self.guided_weight_max is not None and not self.guided_weight_max >= 1:
+            raise ConfigError(f"guided_weight_max must be at least 1: got {self.guided_weight_max} ({name_of})")
         if self.aggregation != "auto" and self.aggregation not in AGGREGATIONS:
             raise ConfigError(f"aggregation must be auto or one of {', '.join(AGGREGATIONS)}: got {self.aggregation!r}")
         if self.aggregation == "seq_mean_token_sum_norm" and self.length_constant is None:
@@ -217,6 +225,9 @@ class PolicyLearner(ABC):
         self._has_warned = self._has_warned or warn_of_unpaid(self.rewards, batch)
         keep, metrics = self._select(batch)
         tokens = lay_out(batch, keep, vocabulary_size=state.model.config.vocab_size)
+        guided = read_guided(batch, keep, tokens, upper=self.guided_weight_max)
+        if guided.weights_N is not None:
+            self._require_turn_weights(LearnerError)
         # 2. The policy as it is now: anchor of the clip, and the check that sampler and learner agree.
         generated = tokens.masked(tokens.generated_N)  # tokens too old to train still cost what they cost
         proximal_N, entropy_N = self._score(state.model, generated)
@@ -237,6 +248,7 @@ class PolicyLearner(ABC):
             is_silent_N=credit.is_silent_N,
             mode=self.objective.default_mode(tokens) if self.aggregation == "auto" else self.aggregation,
             policy_version=batch.policy_version,
+            turn_weights_N=guided.weights_N,
         )
         tally = StepTally()
         for _ in range(self.epochs):
@@ -245,7 +257,7 @@ class PolicyLearner(ABC):
         metrics["lr_factor"] = self.schedule.factor(state.updates)
         state.updates += 1
         panels = self._panels(scored, credit, metrics.get("reference_kl_k1"))
-        return UpdateReport(panels | metrics | credit.metrics | tally.metrics())
+        return UpdateReport(panels | metrics | guided.metrics | credit.metrics | tally.metrics())
 
     def save_weights(self, path: Path) -> None:
         """Write the policy's weights to one safetensors file, whole or not at all.
@@ -314,6 +326,23 @@ class PolicyLearner(ABC):
         Raises: ConfigError: there is none; the message explains the options.
         """
         require_off_policy_choice(self.off_policy, max_staleness)
+
+    def check_guidance(self, guidance: Guidance | None, tokens: TokenGuidance | None) -> None:
+        """Refuse to start on the experience of a guided policy that no weight leads back from.
+
+        Raises: ConfigError: actions are chosen greedily, or what was chosen for the loss cannot take the correction.
+        """
+        check_guidance(guidance, tokens)
+        require_token_correction(self.off_policy, is_guided=tokens is not None)
+        if guidance is not None:
+            self._require_turn_weights(ConfigError)
+
+    def _require_turn_weights(self, kind: type[ConfigError] | type[LearnerError]) -> None:
+        if self.objective.ratio_unit == "trajectory":
+            raise kind(
+                "surrogate must have ratios within turns to learn from guided turns, each with a weight of its own: "
+                f"got {self.surrogate!r}, a ratio per trajectory; use 'clip', 'turn_prod' or 'turn_geo'"
+            )
 
     def _step(
         self, state: PolicyState, data: UpdateData, values: ValueTargets | None, rows: list[int], tally: StepTally

@@ -2,8 +2,8 @@
 
 | data | target | why |
 |---|---|---|
-| lag 0 | GAE | unbiased |
-| older, log-probs recorded, ratios usable | V-trace (state values), Retrace (action values) | corrects what followed |
+| lag 0, not guided | GAE | unbiased |
+| older or guided, ratios known and usable | V-trace (state values), Retrace (action values) | corrects what followed |
 | ratios unusable, or behaviour policy unknown | one step | needs no ratio |
 """
 
@@ -98,6 +98,7 @@ def choose_target(
     lag_max: int,
     is_behaviour_known: bool = True,
     is_action_value: bool = False,
+    is_guided: bool = False,
 ) -> TargetChoice:
     """Return the target for trajectories drawn together.
 
@@ -107,6 +108,7 @@ def choose_target(
     Args: log_ratios: current over behaviour, one (T,) per trajectory; may be empty when the behaviour is unknown.
     lag_max: largest staleness among the trajectories. is_behaviour_known: False for actions whose log-probs were not
     recorded or are not those they were drawn with (guided without a record). is_action_value: the critic estimates Q.
+    is_guided: values had a say in some actions: even fresh ones have ratios then.
     Raises: LearnerError: a log-ratio is NaN or +inf, or the behaviour is known and there is none.
     """
     if not is_behaviour_known:
@@ -128,7 +130,7 @@ def choose_target(
 
     if config.target != "auto":
         return choice(config.target, "configured")
-    if lag_max == 0:
+    if lag_max == 0 and not is_guided:
         return choice("gae", "on_policy")
     if decisive < config.min_ess_ratio:
         return choice("one_step", "low_ess")

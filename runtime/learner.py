@@ -8,16 +8,23 @@ import msgspec
 
 from turngate.envs.base import Task
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.types import Batch, Sampling, Trajectory, UpdateReport
 
 __all__ = ["Learner", "check_learner", "lean_trajectory"]
 
 
-def check_learner(learner: "Learner", sampling: Sampling, max_staleness: int, scorers: Collection[str] = ()) -> None:
+def check_learner(
+    learner: "Learner",
+    sampling: Sampling,
+    max_staleness: int,
+    scorers: Collection[str] = (),
+    guidance: Guidance | None = None,
+) -> None:
     """Require that the learner can learn from what it will be given, as far as it says what it needs.
 
-    Raises: ConfigError: it takes another sampling for granted, cannot learn from data that old, or needs scores that
-    no scorer gives.
+    Raises: ConfigError: it takes another sampling for granted, cannot learn from data that old or guided in that way,
+    or needs scores that no scorer gives.
     """
     if missing := [name for name in getattr(learner, "needs_scores", ()) if name not in scorers]:
         raise ConfigError(
@@ -26,6 +33,8 @@ def check_learner(learner: "Learner", sampling: Sampling, max_staleness: int, sc
         )
     if (check_staleness := getattr(learner, "check_staleness", None)) is not None:
         check_staleness(max_staleness)
+    if (check_guidance := getattr(learner, "check_guidance", None)) is not None:
+        check_guidance(guidance, sampling.guidance)
     expects: Sampling | None = getattr(learner, "sampling", None)
     if expects is None:
         return
@@ -56,6 +65,8 @@ class Learner(Protocol):
     * `needs_last_context: bool`: rollouts fetch the whole `last_context` of truncated episodes, for bootstrapping.
     * `wants_stale: bool`: batches bring the groups that were discarded as too old for the policy, in `Batch.stale`.
     * `needs_scores: Collection[str]`: names of the scores it reads; `train` refuses a runtime without such scorers.
+    * `check_guidance(guidance: Guidance | None, tokens: TokenGuidance | None) -> None`: called likewise; raises
+      ConfigError when the learner cannot learn from what a policy does that is guided so.
     * `check_staleness(max_staleness: int) -> None`: called by `train` before anything runs; raises ConfigError when the
       learner cannot learn from data that old, such as one without an off-policy correction.
     """

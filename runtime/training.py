@@ -65,7 +65,7 @@ async def train(
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
     check_trainable(runtime.endpoint, runtime.sampling)
-    check_learner(learner, runtime.sampling, max_staleness, runtime.scorers.names)
+    check_learner(learner, runtime.sampling, max_staleness, runtime.scorers.names, runtime.guidance)
     _check_kind("restarts", restarts, Restarts)
     _check_kind("injection", injection, Injection)
     check_restarts(restarts, runtime.scorers.names)
