@@ -81,11 +81,10 @@ class ChatTemplate:
         )
         return text
 
-    def special_in(self, text: str) -> str:
-        """Return the special token that comes first in a text; empty when there is none."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        # Tags of tool calls are added to many vocabularies, and are special in few.
-        for tokens in ((token for token in added if token.special), added):
+    def special_in(self, text: str, stops: frozenset[int]) -> str:
+        """Return the first of `stops` in a text, or else its first special token; empty when there is none."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        for tokens in ([t for i, t in added if i in stops], [t for _, t in added if t.special]):
             found = [(text.index(token.content), -len(token.content)) for token in tokens if token.content in text]
             if found:
                 start, length = min(found)

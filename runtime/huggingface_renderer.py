@@ -57,14 +57,16 @@ class HuggingFaceRenderer:
         # Random, so that no message can hold it; letters and digits, so that no filter changes it.
         random = secrets.token_hex(8)
         self._mark, self._next_mark = f"answer{random}", f"next{random}"
-        self._end = self._end_text("user", "")
+        stops = self._template.ends_of_text
+        self._end = self._end_text("user", stops)
+        stops |= self._id_of(self._end)
         try:
-            self._calling_end = self._end_text("tool", self._end)
+            # Where calls end is no place to stop unless somebody says so: others may follow.
+            self._calling_end = self._end_text("tool", stops)
         except ConfigError:
             self._calling_end = self._end  # a template without tools: it will refuse every chat that has some
-        ends = (self._template.encode(end) for end in (self._end, self._calling_end))
-        self._ends = frozenset(ids[0] for ids in ends if len(ids) == 1)
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted(self._ends | self._template.ends_of_text))
+        self._ends = self._id_of(self._end) | self._id_of(self._calling_end)
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(stops))
         self._names_matter = self._shows_names()
         self.differs_from_template: tuple[str, ...] = find_differences(
             self._template, self._tail, has_tools=self._parser is not None
@@ -128,16 +130,21 @@ class HuggingFaceRenderer:
         made = (ToolCall(result.tool_call_id, name, arguments) for result, name in zip(results, names, strict=True))
         return Message("assistant", "", tuple(made))
 
-    def _end_text(self, role: str, likely: str) -> str:
+    def _end_text(self, role: str, stops: frozenset[int]) -> str:
         """Return the special token that ends the model's turn before a message of `role`; empty when there is none.
 
+        Args: stops: where models are known to stop; one of them, rather than what closes a call.
         Raises: ConfigError: the template refuses such a message, or leaves it out.
         """
         new = [Message(role, self._next_mark, (), "call00001")]
         closing, found, _ = self._after_mark((), new, ()).partition(self._next_mark)
         if not found:
             raise ConfigError(f"chat template must show messages of the role {role}: it does not ({self._name})")
-        return likely if likely and likely in closing else self._template.special_in(closing)
+        return self._template.special_in(closing, stops)
+
+    def _id_of(self, end: str) -> frozenset[int]:
+        ids = self._template.encode(end)
+        return frozenset(ids if len(ids) == 1 else ())
 
     def _shows_names(self) -> bool:
         """Whether results are written with the name of the tool."""
@@ -151,8 +158,9 @@ class HuggingFaceRenderer:
     def _tell(self) -> None:
         if self._template.writes_tools_itself:
             _log.info("%s: the chat template leaves tools out; the tool parser writes them", self._name)
-        for difference in self.differs_from_template:
-            _log.info("%s: the chat template does not only append: %s", self._name, difference)
+        if self.differs_from_template:
+            differences = "; ".join(self.differs_from_template)
+            _log.info("%s: the chat template does not only append: %s", self._name, differences)
 
 
 def _are_results(messages: Sequence[Message]) -> bool:

@@ -73,7 +73,7 @@ def turn_by_turn(renderer, messages, tools=(), *, cut=False):
     ids = renderer.render(messages[: answers[0]], tools)
     for at, stop in zip(answers, [*answers[1:], len(messages)], strict=True):
         sampled = whole(renderer._test_template, [*messages[: at + 1]], tools)[len(ids) :]
-        end = next(i for i, token in enumerate(sampled) if token in renderer.stop_token_ids)
+        end = next(i for i, token in enumerate(sampled) if token in renderer._ends)
         sampled = sampled[: end if cut else end + 1]
         ids = [*ids, *sampled, *renderer.extend(sampled, messages[at + 1 : stop], tools)]
     return ids
@@ -119,7 +119,7 @@ def test_a_template_that_drops_earlier_reasoning_is_told_and_what_was_sampled_is
         "an earlier answer is written otherwise than it was said (reasoning)",
         "an earlier answer is written otherwise than it was said (reasoning with tool calls)",
     )
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 1
     assert "does not only append" in caplog.text
     assert repr(renderer).endswith(", 2 differences from the template>")
     # The separator and the new messages are those of the template; the thoughts stay in the ids before them.
@@ -150,6 +150,16 @@ def test_verl_6921_the_separator_after_an_answer_is_never_dropped():
     assert renderer.extend([5], [RESULT], TOOLS)[: 1 + len(rest)] == [end, *rest]
     assert renderer.extend([5, end], [RESULT], TOOLS)[: len(rest)] == rest
     assert renderer.extend([], [RESULT], TOOLS)[0] == end
+
+
+def test_what_closes_a_call_is_no_place_to_stop():
+    template = HEADERS.replace("{{ '<|eom|>' }}", "{{ '<|result|><|eot|>' }}")
+    renderer = HuggingFaceRenderer(make_tokenizer(template, "<|eot|>"))
+    renderer._test_template = template
+    (end,) = renderer.stop_token_ids
+    assert make_tokenizer(template).decode([end]) == "<|eot|>"
+    for messages, tools in CHATS:
+        assert turn_by_turn(renderer, messages, tools) == whole(template, messages, tools)
 
 
 def test_a_template_that_counts_its_messages_is_refused():
