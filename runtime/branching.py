@@ -218,7 +218,13 @@ class _Player:
 
 
 async def play_on(
-    runtime: Runtime, env: EnvFactory, point: RestartPoint, action: Action | None, *, seed: int
+    runtime: Runtime,
+    env: EnvFactory,
+    point: RestartPoint,
+    action: Action | None,
+    *,
+    seed: int,
+    keep_snapshots: bool = False,
 ) -> Trajectory:
     """Play one continuation from a point: `action` first when there is one, then the base policy. Takes no slot."""
     injection = None
@@ -240,6 +246,7 @@ async def play_on(
         injection=injection,
         guidance=None,
         score=False,
+        keep_snapshots=keep_snapshots,
     )
 
 
