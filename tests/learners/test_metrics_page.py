@@ -19,7 +19,7 @@ from turngate.learners.replay import ReplayConfig
 from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.step_credit import StepGroups
 from turngate.runtime.engine.model import PolicyModel
-from turngate.runtime.types import Batch
+from turngate.runtime.types import Batch, Candidate, Decision, GuidedTokens
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 REWARDS = [[0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0], [1.0] * 8]
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[type[PolicyLearner], dict[str, Any]]] = {
         {"critic": CriticConfig(place="trunk", kind="scalar"), "rewards": RewardScheme(turn_cost=0.01)},
     ),
 }
-"""Together they report everything that a learner can."""
+"""Together, with guided experience for the first, they report everything that a learner can."""
 
 
 def documented() -> set[str]:
@@ -63,6 +63,21 @@ def batch(lab: Any, model: PolicyModel, seed: int) -> Batch:
     return msgspec.structs.replace(made, groups=groups)
 
 
+def guided(made: Batch) -> Batch:
+    """Return the batch with one action as if chosen among draws, and another's tokens as if guided."""
+    first, second, *rest = made.groups[0].trajectories
+    candidates = tuple(Candidate(text=text, weight=0.5) for text in "ab")
+    choice = Decision(candidates=candidates, chosen=0, beta=1.0, log_selection=0.0, source="test")
+    base = np.full(second.turns[0].length, -1.0, np.float32).tobytes()
+    record = GuidedTokens(beta=1.0, top_k=2, tail="base", value_version=0, base_logprobs=base)
+    members = [
+        msgspec.structs.replace(t, turns=(msgspec.structs.replace(t.turns[0], **change), *t.turns[1:]))
+        for t, change in ((first, {"decision": choice}), (second, {"guided_tokens": record}))
+    ]
+    group = msgspec.structs.replace(made.groups[0], trajectories=(*members, *rest))
+    return msgspec.structs.replace(made, groups=(group, *made.groups[1:]))
+
+
 @pytest.fixture
 def reported(lab: Any, folder: Path, model: PolicyModel) -> dict[str, set[str]]:
     """What each case reports over five updates."""
@@ -74,6 +89,7 @@ def reported(lab: Any, folder: Path, model: PolicyModel) -> dict[str, set[str]]:
         for seed in range(5):
             # On-policy data as well: fresh tokens have numbers of their own.
             made = batch(lab, model, seed) if seed else lab.sample_batch(model, REWARDS)
+            made = guided(made) if case == "GRPO" and seed == 0 else made
             found[case] |= learner.update(made).metrics.keys()
     return found
 
