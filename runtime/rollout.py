@@ -2,22 +2,23 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from turngate.envs.base import Action, End, EnvFactory, Snapshot, Step, Task, ToolSpec
+from turngate.envs.base import Action, End, EnvFactory, Snapshot, Step, Task
+from turngate.runtime.acting import Acting, Sampled
 from turngate.runtime.answers import answer_messages, answer_text, check_messages, checked_rewards, said_last, writable
 from turngate.runtime.clock import Clock
 from turngate.runtime.context import Context, FullHistory, History, full
-from turngate.runtime.conversation import Shown, conversation_of, token_mode_of
+from turngate.runtime.conversation import Shown, token_mode_of
 from turngate.runtime.deadline import DeadlineExceeded
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.episode_env import TIMEOUTS, EpisodeEnv, Waits
 from turngate.runtime.errors import ContextOverflow, EndpointError, EnvError, ToolError
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.foreign import ForeignCalls
-from turngate.runtime.guidance import DecisionPoint, Guidance
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
 from turngate.runtime.recorder import Recorder
@@ -109,7 +110,7 @@ class _Episode:
     _history: History | None  # None until the environment has been reset
     _first_observation: str  # what the environment said before the first turn
     _turns: list[Turn]  # finished turns
-    _pending: "_Sampled | None"  # an action recorded and not yet answered by the environment
+    _pending: Sampled | None  # an action recorded and not yet answered by the environment
     _end: End | None  # how the episode ended, once that is settled
     _has_looked: bool  # whether the server was asked for the context after the last turn
 
@@ -138,19 +139,28 @@ class _Episode:
         self._context, self._seed, self._env_seed = context, seed, env_seed
         self._group_id, self._member, self._id = group_id, member, trajectory_id
         self._events, self._now, self._keep_snapshots = events, now, keep_snapshots
-        self._last_contexts, self._start, self._injection = last_contexts, start, injection
-        self._guidance = guidance
+        self._last_contexts, self._start = last_contexts, start
         self._history = self._pending = self._end = None
         self._turns = []
         self._first_observation = ""
         self._has_looked = False
-        self._tools: tuple[ToolSpec, ...] = ()
-        self._conversation = conversation_of(endpoint)
         self._recorder, self._last_shown = Recorder(), Shown()
         self._waits = Waits(limits)
         self._deadline = self._waits.deadline
         self._calls = ForeignCalls(f"trajectory {trajectory_id}", self._deadline, grace_s=limits.close_timeout_s)
         self._env = EpisodeEnv(self._calls, self._waits)
+        self._acting = Acting(
+            endpoint,
+            task,
+            self._env,
+            self._calls,
+            self._waits,
+            limits=limits,
+            seed=seed,
+            injection=injection,
+            guidance=guidance,
+            now=now,
+        )
         self._started_s = now()
 
     async def play(self, env_factory: EnvFactory) -> tuple[End, str]:
@@ -196,14 +206,10 @@ class _Episode:
             # 2. Decide what the model sees, and sample what it does.
             snapshot = await self._env.snapshot() if self._keep_snapshots else None
             shown = await self._shown(history)
-            injection = self._injection
-            if injection is not None and injection.is_due(self._seed, turn, sum(t.injected for t in self._turns)):
-                sampled = await self._inject(injection, shown, turn)
-            else:
-                sampled = await self._sample(shown, sampling, turn, self._guidance)
-                if self._is_too_long(sampled.completion):
-                    self._keep_last_context(sampled.completion)
-                    return End.context_overflow
+            sampled = await self._acting.act(shown, sampling, turn, history.messages)
+            if not sampled.is_injected and self._is_too_long(sampled.completion):
+                self._keep_last_context(sampled.completion)
+                return End.context_overflow
             # 3. Record it before anything else can fail.
             self._record(sampled, turn, snapshot, shown)
             # 4. Let the environment answer.
@@ -215,7 +221,7 @@ class _Episode:
         env, start = self._env, self._start
         await env.make(env_factory, needs_snapshots=self._keep_snapshots or start is not None)
         observation = await env.reset(self._task, self._env_seed)
-        self._tools = observation.tools
+        self._acting.tools = observation.tools
         if start is not None:
             await env.restore(start.snapshot, derive_seed(self._env_seed, "restore"))
             self._history = History.of(start.messages)
@@ -256,36 +262,6 @@ class _Episode:
             check_messages(shown, repr(self._context))
         return shown
 
-    async def _sample(
-        self, shown: Sequence[Message], sampling: Sampling, turn: int, guidance: Guidance | None = None
-    ) -> "_Sampled":
-        self._waits.wait_for("completion")
-        asked_s, seed = self._now(), derive_seed(self._seed, "sampler", turn)
-
-        def draw(seed: int) -> Awaitable[Completion]:
-            return self._conversation.complete(
-                shown, sampling, seed=seed, tools=self._tools, timeout_s=self._limits.request_timeout_s
-            )
-
-        if guidance is None:
-            return _Sampled(await draw(seed), self._now() - asked_s)
-        point = DecisionPoint(
-            messages=shown,
-            history=self._history.messages if self._history is not None else (),
-            tools=self._tools,
-            task=self._task,
-            turn=turn,
-            seed=seed,
-            policy_version=self._endpoint.policy_version,
-            snapshot=self._snapshot_in_decision if self._env.has_snapshots else None,
-        )
-        return _Sampled(await guidance.choose(draw, point), self._now() - asked_s)
-
-    async def _snapshot_in_decision(self) -> Snapshot:
-        snapshot = await self._env.snapshot()
-        self._waits.wait_for("completion")  # the decision goes on, within the turn's time and not the tool's
-        return snapshot
-
     async def _look_ahead(self, end: End) -> None:
         """Learn what the model would be shown next, if the episode could go on and that is wanted and not yet known."""
         history = self._history
@@ -294,7 +270,8 @@ class _Episode:
         try:
             shown = await self._shown(history)
             # The server's own tokens, on any server that returns them; a prompt alone cannot be asked for everywhere.
-            sampled = await self._sample(shown, msgspec.structs.replace(self._sampling, max_tokens=1), len(self._turns))
+            sampling = msgspec.structs.replace(self._sampling, max_tokens=1)
+            sampled = await self._acting.sample(shown, sampling, len(self._turns))
             self._keep_last_context(sampled.completion)
         except (EndpointError, ToolError):
             return  # what was recorded last has to do: the episode itself went well
@@ -305,21 +282,11 @@ class _Episode:
         if limit is None or len(completion.prompt_token_ids) <= limit:  # learners may be sized for the limit
             self._recorder.add_last_context(completion.prompt_token_ids)
 
-    async def _inject(self, injection: Injection, shown: Sequence[Message], turn: int) -> "_Sampled":
-        self._waits.wait_for("injection")
-        asked_s = self._now()
-        action = await self._calls.run("the injection", ToolError, injection.act, shown, self._seed, turn)
-        version = self._endpoint.policy_version
-        completion = Completion(
-            action.text, tool_calls=action.tool_calls, version_sent=version, version_received=version
-        )
-        return _Sampled(completion, self._now() - asked_s, is_injected=True)
-
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self._limits.max_context_tokens
         return limit is not None and len(completion.prompt_token_ids) + len(completion.token_ids) > limit
 
-    def _record(self, sampled: "_Sampled", turn: int, snapshot: Snapshot | None, shown: Sequence[Message]) -> None:
+    def _record(self, sampled: Sampled, turn: int, snapshot: Snapshot | None, shown: Sequence[Message]) -> None:
         if sampled.is_injected:
             sampled.segment, sampled.start = self._recorder.position()
         else:
@@ -330,7 +297,7 @@ class _Episode:
         sampled.snapshot = snapshot
         self._pending = sampled
 
-    async def _step(self, history: History, sampled: "_Sampled") -> End | None:
+    async def _step(self, history: History, sampled: Sampled) -> End | None:
         completion = sampled.completion
         asked_s = self._now()
         step = await self._env.step(Action(completion.text, completion.tool_calls))
@@ -343,7 +310,7 @@ class _Episode:
             tell(TurnFinished(self._id, turn))
         return step.end
 
-    def _turn(self, sampled: "_Sampled", step: Step | None, rewards: dict[str, float], env_s: float) -> Turn:
+    def _turn(self, sampled: Sampled, step: Step | None, rewards: dict[str, float], env_s: float) -> Turn:
         completion = sampled.completion
         return Turn(
             index=len(self._turns),
@@ -410,17 +377,3 @@ class _Episode:
 
     def _where(self, what: str) -> str:
         return writable(f"{what} (trajectory {self._id}, turn {len(self._turns)})")
-
-
-class _Sampled:
-    """A completion and what the record needs to know about it until the environment has answered."""
-
-    __slots__ = ("completion", "is_injected", "length", "model_s", "said", "segment", "snapshot", "start")
-
-    def __init__(self, completion: Completion, model_s: float, *, is_injected: bool = False) -> None:
-        self.completion = completion
-        self.said = Message("assistant", completion.text, completion.tool_calls)
-        self.model_s = model_s
-        self.is_injected = is_injected
-        self.segment = self.start = self.length = 0
-        self.snapshot: Snapshot | None = None

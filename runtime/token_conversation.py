@@ -149,6 +149,15 @@ class TokenConversation:
         branch.add(shown, answer, prompt, completion.token_ids)
         return completion
 
+    def forget(self, completion: Completion) -> None:
+        """Drop the branch that ends in this completion: one of several that were drawn, and not the one played.
+
+        What came before it goes with it, unless another branch has that too.
+        """
+        self._branches = [
+            branch for branch in self._branches if branch.answers[-1].token_ids is not completion.token_ids
+        ]
+
     def _longest(self, messages: list[Message], tools: tuple[ToolSpec, ...]) -> _Place | None:
         """Return the longest chat that `messages` go on from; tools on offer are part of what the model saw."""
         best, length = None, 0
