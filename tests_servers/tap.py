@@ -50,13 +50,16 @@ def replied(exchanges: Sequence[Exchange]) -> Counter[Sampled]:
     found: Counter[Sampled] = Counter()
     for path, request, reply in exchanges:
         (choice,) = reply["choices"]
+        ids = choice.get("token_ids")
         if path == "/chat/completions":
             prompt = reply["prompt_token_ids"]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         else:
             prompt = request["prompt"]
             logprobs = choice["logprobs"]["token_logprobs"]
-        found[_sampled(prompt, choice["token_ids"], logprobs)] += 1
+            if ids is None:
+                ids = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+        found[_sampled(prompt, ids, logprobs)] += 1
     return found
 
 
