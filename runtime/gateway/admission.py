@@ -30,7 +30,7 @@ def random_seed() -> int:
 class Admission:
     """Finds the session of a request, or opens it, or refuses."""
 
-    # Changed by requests: _anonymous.
+    # Changed by requests: _opened.
 
     def __init__(self, sessions: SessionTable, guests: Guests, config: GatewayConfig, admin_key: str) -> None:
         self.sessions, self.guests, self.config, self._admin_key = sessions, guests, config, admin_key
@@ -88,6 +88,8 @@ class Admission:
 
     def _session_of(self, claim: Claim) -> tuple[Session, str]:
         key, role = claim.key, ""
+        if not key and self._would_open(key):
+            key = "anonymous"
         session = self._find(key)
         if session is None and ":" in key:
             key, _, role = key.rpartition(":")
@@ -125,7 +127,7 @@ class Admission:
     def _open(self, key: str) -> Session:
         self._opened += 1
         id = f"agent-{self._opened}"
-        session = self.sessions.create(Task(id), id=id, key=key or "anonymous", seed=random_seed())
+        session = self.sessions.create(Task(id), id=id, key=key, seed=random_seed())
         guest = self.guests.of(session)
         guest.is_self_opened = True
         session.when_sealed(lambda _: guest.idle.close() if guest.idle is not None else None)

@@ -33,6 +33,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_open_per_session: int = 256
     body_timeout_s: float = 30.0
     """In which the body of a request must have come in."""
+    write_timeout_s: float = 60.0
+    """In which a client must take the next piece of its reply; one that stalls is disconnected."""
     request_timeout_s: float = 600.0
     """For the upstream's whole answer, retries included."""
     keep_alive_s: float = 75.0
@@ -48,7 +50,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_body_bytes", "max_open", "max_open_per_session", "kept_replies", "kept_trajectories"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more: got {getattr(self, name)} (GatewayConfig)")
-        for name in ("body_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s"):
+        for name in ("body_timeout_s", "write_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0: got {getattr(self, name)} (GatewayConfig)")
         if not 0 <= self.port < 65536:

@@ -215,7 +215,7 @@ class Gateway:
                 await self._works.look_ahead(guest.session, http.path, body)
                 raise
             try:
-                return await deliver(http, exchange)
+                return await deliver(http, exchange, write_timeout_s=self.config.write_timeout_s)
             except RequestError:
                 guest.exchanges.refused(key)
                 raise

@@ -237,3 +237,26 @@ async def test_a_connection_that_is_gone_before_the_reply_is_written_delivers_no
         gate.set()
         await until(lambda: door.gateway.statistics().in_flight == 0)
         assert session.seal().turns == ()
+
+
+async def test_what_failed_while_nobody_waited_is_asked_anew():
+    async with door_to(counted()) as door:
+        session = door.session()
+        gate = asyncio.Event()
+        door.server.before_answer = gate.wait
+        door.server.failures = [error(500, "boom")]
+        await abandon(door, session.key)
+        gate.set()
+        await until(lambda: door.gateway.statistics().in_flight == 0)
+        assert content_of((await door.post(CHAT_PATH, session.key, headers=RETRY))[1]) == "answer 1"
+        assert (len(door.server.requests), session.turns) == (2, 1)
+
+
+async def test_a_refusal_stands_for_one_new_request_only():
+    async with door_to(counted()) as door:
+        session = door.session()
+        door.server.failures = [error(500, "boom")]
+        assert (await door.post(CHAT_PATH, session.key))[0] == 502
+        first = await door.post(CHAT_PATH, session.key)  # by an agent that asks again by itself
+        assert (await door.post(CHAT_PATH, session.key, headers=RETRY))[1] == first[1]
+        assert session.turns == 1
