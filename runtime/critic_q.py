@@ -57,6 +57,7 @@ class CriticQ:
     """
 
     name = "critic"
+    needs_token_ids = True
 
     def __init__(
         self,

@@ -3,40 +3,41 @@
     messages -> N draws of the base -> Q of each -> weights -> one of them, and a record of how it was chosen
 
 Draws come from the base policy, so they are weighted by exp(beta Q) alone, duplicates kept; `selection` has the
-mathematics. Where values fail, the first draw is taken, which is what the base alone would have done, and the record
-says so.
+mathematics, `enumeration` the other case, in which somebody lists all actions. Where values fail, the first draw is
+taken, which is what the base alone would have done, and the record says so.
 """
 
 import asyncio
-import logging
+import copy
 import math
 import time
 from array import array
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import msgspec
 
-from turngate.envs.base import Snapshot, Task, ToolSpec
+from turngate.envs.base import Action, Snapshot, Task, ToolSpec
 from turngate.runtime.answers import describe_error
-from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError
+from turngate.runtime.deadline import Deadline, DeadlineExceeded
+from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, ToolError
+from turngate.runtime.foreign import ForeignCalls
+from turngate.runtime.guidance_tally import GuidanceStatistics, GuidanceTally
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.selection import beta_for_kl, log_selection_weight, selection_probs
 from turngate.runtime.types import Candidate, Completion, Decision, Message
 
-__all__ = ["Beta", "DecisionPoint", "Draw", "Guidance", "GuidanceStatistics", "QFunction", "QValues"]
+__all__ = ["Beta", "Candidates", "DecisionPoint", "Draw", "Guidance", "GuidanceStatistics", "QFunction", "QValues"]
+
+_NO_SNAPSHOTS = "no snapshots: the values need an environment with snapshots to branch from"
+_BUDGET_BETA = 1e12
+"""Where every beta is within the KL budget: as good as infinite, without the choice counting as greedy by intent."""
 
 Beta: TypeAlias = float | Callable[[int], float]
 """Weight of the values, or a schedule of it by policy version."""
 Draw: TypeAlias = Callable[[int], Awaitable[Completion]]
 """Samples one action of the base policy with a seed."""
-
-
-_WARN_AFTER = 16
-"""Decisions without any guidance after which somebody should be told: single failures are in the records."""
-_log = logging.getLogger("turngate.guidance")
 
 
 class DecisionPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,27 +68,19 @@ class QValues(msgspec.Struct, frozen=True):
 
 
 class QFunction(Protocol):
-    """Estimates what each of several actions is worth in one situation. A coroutine function will do."""
+    """Estimates what each of several actions is worth in one situation. A coroutine function will do.
+
+    `needs_snapshots = True` on one says that it cannot do without an environment to branch from, `needs_token_ids =
+    True` that it reads ids and no text: then nobody asks it where there are none.
+    """
 
     async def __call__(self, point: DecisionPoint, candidates: Sequence[Completion], /) -> QValues | Sequence[float]:
         """Return one value per candidate, in their order. What it raises costs this decision its guidance."""
         ...
 
 
-class GuidanceStatistics(msgspec.Struct, frozen=True):
-    """What guidance has done so far; means are over decisions that values chose, NaN before the first."""
-
-    decisions: int
-    guided: int
-    fallbacks: dict[str, int]
-    """Decisions that the base made, by reason."""
-    draws: int
-    distinct_mean: float
-    """Different actions among the draws of a decision."""
-    kl_mean: float
-    """KL of the choice among the draws from a uniform one: what guidance moved, as far as N draws can show."""
-    value_s: float
-    """Seconds spent on values."""
+Candidates: TypeAlias = Callable[[DecisionPoint], Sequence[Action] | Awaitable[Sequence[Action]]]
+"""Lists the actions of a situation."""
 
 
 class Guidance:
@@ -98,7 +91,7 @@ class Guidance:
     One object serves any number of episodes at once.
     """
 
-    # Changed by choose(): the tallies.
+    # Changed by choose(): the tally.
 
     def __init__(
         self,
@@ -109,6 +102,9 @@ class Guidance:
         floor: float = 0.0,
         max_kl: float | None = None,
         timeout_s: float = 10.0,
+        grace_s: float = 5.0,
+        candidates: Candidates | None = None,
+        length_normalised: bool = False,
         name: str = "",
     ) -> None:
         """Hold the settings.
@@ -119,28 +115,24 @@ class Guidance:
             floor: mixed in uniformly; keeps every draw possible, so that greedy choices can be corrected for.
             max_kl: beta is lowered, decision by decision, until the choice is at most so far from a uniform one.
             timeout_s: for the values of one decision; later ones are not waited for.
+            grace_s: values that ignore their cancellation longer than this are left behind.
+            candidates: lists the actions of a situation, which are then weighted by softmax(log pi + beta Q) in place
+                of draws; see `enumeration`. Beta 0 is then the base policy restricted to them.
+            length_normalised: with `candidates` alone: log pi is divided by the action's number of tokens, which is
+                another target.
             name: what records call the source; by default the value function's own.
         Raises: ConfigError: a setting cannot work.
         """
-        if not callable(beta) and not beta >= 0:
-            raise ConfigError(f"beta must be at least 0: got {beta} (Guidance)")
-        if draws < 1:
-            raise ConfigError(f"draws must be 1 or more: got {draws} (Guidance)")
-        if not 0 <= floor <= 1:
-            raise ConfigError(f"floor must be between 0 and 1: got {floor} (Guidance)")
-        if max_kl is not None and not max_kl >= 0:
-            raise ConfigError(f"max_kl must be at least 0: got {max_kl} (Guidance)")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s must be positive: got {timeout_s} (Guidance)")
         self.q, self.beta, self.draws, self.floor, self.max_kl = q, beta, draws, floor, max_kl
-        self.timeout_s = timeout_s
+        self.timeout_s, self.grace_s = timeout_s, grace_s
+        self.candidates, self.length_normalised = candidates, length_normalised
         self.name = name or str(getattr(q, "name", "") or getattr(q, "__name__", type(q).__name__))
-        self._decisions = self._guided = self._drawn = self._distinct = 0
-        self._kl = self._value_s = 0.0
-        self._fallbacks: Counter[str] = Counter()
+        self.tally = GuidanceTally()
+        self._check()
 
     def __repr__(self) -> str:
-        return f"<Guidance {self.name}, beta {self.beta}, {self.draws} draws, {self._guided}/{self._decisions} guided>"
+        how = "enumerated" if self.candidates is not None else f"{self.draws} draws"
+        return f"<Guidance {self.name}, beta {self.beta}, {how}, {self.tally.guided}/{self.tally.decisions} guided>"
 
     @property
     def is_greedy(self) -> bool:
@@ -149,44 +141,106 @@ class Guidance:
 
     def statistics(self) -> GuidanceStatistics:
         """Return the tallies as they are now."""
-        guided = self._guided or math.nan
-        return GuidanceStatistics(
-            decisions=self._decisions,
-            guided=self._guided,
-            fallbacks=dict(self._fallbacks),
-            draws=self._drawn,
-            distinct_mean=self._distinct / guided,
-            kl_mean=self._kl / guided,
-            value_s=self._value_s,
-        )
+        return self.tally.statistics()
+
+    def variant(
+        self,
+        *,
+        beta: float | None = None,
+        draws: int | None = None,
+        floor: float | None = None,
+        max_kl: float | None = None,
+    ) -> Self:
+        """Return the same guidance with other settings; tallies are shared. Raises: ConfigError: one cannot work."""
+        found = copy.copy(self)
+        found.beta = self.beta if beta is None else beta
+        found.draws = self.draws if draws is None else draws
+        found.floor = self.floor if floor is None else floor
+        found.max_kl = self.max_kl if max_kl is None else max_kl
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        if not callable(self.beta) and not self.beta >= 0:
+            raise ConfigError(f"beta must be at least 0: got {self.beta} (Guidance)")
+        if self.draws < 1:
+            raise ConfigError(f"draws must be 1 or more: got {self.draws} (Guidance)")
+        if not 0 <= self.floor <= 1:
+            raise ConfigError(f"floor must be between 0 and 1: got {self.floor} (Guidance)")
+        if self.max_kl is not None and not self.max_kl >= 0:
+            raise ConfigError(f"max_kl must be at least 0: got {self.max_kl} (Guidance)")
+        for what in ("timeout_s", "grace_s"):
+            if not getattr(self, what) > 0:
+                raise ConfigError(f"{what} must be positive: got {getattr(self, what)} (Guidance)")
+        if self.length_normalised and self.candidates is None:
+            raise ConfigError(
+                "length_normalised must come with candidates: draws are not weighted by log pi (Guidance)"
+            )
 
     async def choose(self, draw: Draw, point: DecisionPoint) -> Completion:
         """Return the chosen action, with the decision on it.
 
         The first draw has the seed that the base alone would have used, and beta 0 is the base path itself, bit for
         bit. Cancelled: so are draws and values, and nothing is left behind.
-        Raises: EndpointError, as the base alone would have: the first draw failed.
+        Raises: EndpointError, as the base alone would have: the first draw failed. ConfigError: the schedule gives no
+        beta, or actions cannot be enumerated here.
         """
-        beta = self.beta(point.policy_version) if callable(self.beta) else self.beta
-        self._decisions += 1
+        beta = self.beta_at(point.policy_version)
+        self.tally.began()
+        if self.candidates is not None:
+            from turngate.runtime.enumeration import choose_enumerated  # late: it imports this module
+
+            return await choose_enumerated(self, self.candidates, draw, point, beta)
         if beta == 0:
-            self._drawn += 1
+            self.tally.drawn(1)
             return await draw(point.seed)
+        if self._lacks_snapshots(point):
+            return await self.fall_back(draw, point, beta, _NO_SNAPSHOTS)
         # 1. Draw; all of them, duplicates included.
         completions, missing = await self._draw(draw, point.seed)
         # 2. Ask what they are worth.
         began_s = time.monotonic()
-        q, version, fallback = await self._values(point, completions) if not missing else ((), 0, missing)
+        q, version, fallback = await self.values(point, completions) if not missing else ((), 0, missing)
         value_s = time.monotonic() - began_s
         # 3. Choose, and say how.
         chosen, decision = self._decide(completions, q, beta, fallback, point.seed)
         decision = msgspec.structs.replace(decision, value_version=version, seconds=value_s)
-        self._count(decision, completions, value_s)
+        self.tally.decided(decision)
         return msgspec.structs.replace(completions[chosen], decision=decision)
+
+    def beta_at(self, policy_version: int) -> float:
+        """Return the beta of one version. Raises: ConfigError: the schedule gives none."""
+        if not callable(self.beta):
+            return self.beta
+        beta = self.beta(policy_version)
+        if not beta >= 0:
+            raise ConfigError(
+                f"beta must be at least 0: got {beta} (Guidance, from its schedule at policy version {policy_version})"
+            )
+        return beta
+
+    async def fall_back(self, draw: Draw, point: DecisionPoint, beta: float, why: str) -> Completion:
+        """Return what the base does where it is known beforehand that nothing can guide it; one draw, flagged."""
+        self.tally.tell_once(f"decisions are not guided, the base acts alone: {why} ({self.name})")
+        self.tally.drawn(1)
+        completion = await draw(point.seed)
+        _, decision = self._decide([completion], (), beta, why, point.seed)
+        self.tally.decided(decision)
+        return msgspec.structs.replace(completion, decision=decision)
+
+    def within_budget(self, beta: float, base_logprobs: Sequence[float], q: Sequence[float]) -> float:
+        """Return beta, lowered to the KL budget if there is one. Raises: GuidanceError: nothing can be chosen."""
+        if self.max_kl is None:
+            return beta
+        return min(beta, beta_for_kl(base_logprobs, q, self.max_kl), _BUDGET_BETA)
+
+    def _lacks_snapshots(self, point: DecisionPoint) -> bool:
+        return point.snapshot is None and getattr(self.q, "needs_snapshots", False)
 
     async def _draw(self, draw: Draw, seed: int) -> tuple[list[Completion], str]:
         """Return the draws, and what is missing of them; the first is what the base alone would have drawn."""
         seeds = [seed, *(derive_seed(seed, "draw", index) for index in range(1, self.draws))]
+        self.tally.drawn(len(seeds))
         found = await asyncio.gather(*(draw(one) for one in seeds), return_exceptions=True)
         first = found[0]
         if isinstance(first, BaseException):
@@ -197,22 +251,23 @@ class Guidance:
         drawn = [one for one in found if isinstance(one, Completion)]
         return drawn, "a draw failed" if len(drawn) < len(found) else ""
 
-    async def _values(
-        self, point: DecisionPoint, completions: Sequence[Completion]
-    ) -> tuple[Sequence[float], int, str]:
+    async def values(self, point: DecisionPoint, completions: Sequence[Completion]) -> tuple[Sequence[float], int, str]:
         """Return (values, their version, why there are none)."""
+        deadline = Deadline()
+        calls = ForeignCalls(f"decision of turn {point.turn}", deadline, grace_s=self.grace_s)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                found = await self.q(point, completions)
+            with deadline:
+                deadline.set(asyncio.get_running_loop().time() + self.timeout_s, "values")
+                found = await calls.run(f"value function {self.name}", ToolError, self.q, point, completions)
             values = found if isinstance(found, QValues) else QValues(found)
-            q = [float(value) for value in values.values]
-        except TimeoutError:
-            return (), 0, "timeout"
+            if len(values.values) != len(completions):  # before converting: it could be endless
+                count = len(values.values)
+                return (), values.version, f"malformed: {count} values for {len(completions)} candidates"
+            return [float(value) for value in values.values], values.version, ""
         except Exception as error:  # the boundary: a value function of the user's costs a decision, not the episode
+            if isinstance(error, DeadlineExceeded) and deadline.expired:
+                return (), 0, "timeout"
             return (), 0, f"error: {describe_error(error)}"
-        if len(q) != len(completions):
-            return (), values.version, f"malformed: {len(q)} values for {len(completions)} candidates"
-        return q, values.version, ""
 
     def _decide(
         self, completions: Sequence[Completion], q: Sequence[float], beta: float, fallback: str, seed: int
@@ -221,17 +276,15 @@ class Guidance:
         log_selection = 0.0
         if not fallback:
             try:
-                if self.max_kl is not None:
-                    beta = min(beta, beta_for_kl([0.0] * len(q), q, self.max_kl))
+                beta = self.within_budget(beta, [0.0] * len(q), q)
                 weights = selection_probs(q, beta, floor=self.floor)
             except GuidanceError as error:
                 fallback = f"values: {error}"
             else:
-                uniform = Random(derive_seed(seed, "selection")).random()
-                chosen = _at(weights, uniform)
+                chosen = pick(weights, seed)
                 log_selection = log_selection_weight(weights, chosen)
         known = q if len(q) == len(completions) else [None] * len(completions)
-        candidates = tuple(_candidate(c, v, w) for c, v, w in zip(completions, known, weights, strict=True))
+        candidates = tuple(candidate_of(c, v, w) for c, v, w in zip(completions, known, weights, strict=True))
         return chosen, Decision(
             candidates=candidates,
             chosen=chosen,
@@ -242,23 +295,9 @@ class Guidance:
             fallback=fallback,
         )
 
-    def _count(self, decision: Decision, completions: Sequence[Completion], value_s: float) -> None:
-        self._drawn += len(completions)
-        self._value_s += value_s
-        if decision.fallback:
-            self._fallbacks[decision.fallback.partition(":")[0]] += 1
-            if self._guided == 0 and self._fallbacks.total() == _WARN_AFTER:
-                _log.warning(
-                    f"no decision of the first {_WARN_AFTER} was guided, the base acts alone: {decision.fallback}"
-                )
-            return
-        self._guided += 1
-        self._distinct += decision.distinct
-        weights = [candidate.weight for candidate in decision.candidates]
-        self._kl += math.fsum(w * math.log(w * len(weights)) for w in weights if w > 0)
 
-
-def _candidate(completion: Completion, q: float | None, weight: float) -> Candidate:
+def candidate_of(completion: Completion, q: float | None, weight: float) -> Candidate:
+    """Return one candidate as the record has it."""
     return Candidate(
         text=completion.text,
         tool_calls=completion.tool_calls,
@@ -269,8 +308,9 @@ def _candidate(completion: Completion, q: float | None, weight: float) -> Candid
     )
 
 
-def _at(weights: Sequence[float], uniform: float) -> int:
-    """Return where the cumulated weights pass `uniform`; never a draw of weight 0."""
+def pick(weights: Sequence[float], seed: int) -> int:
+    """Return an index drawn by weight, from the decision's stream; never one of weight 0."""
+    uniform = Random(derive_seed(seed, "selection")).random()
     total = 0.0
     last = 0
     for index, weight in enumerate(weights):

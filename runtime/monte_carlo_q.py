@@ -29,6 +29,7 @@ class MonteCarloQ:
     """
 
     name = "monte_carlo"
+    needs_snapshots = True
 
     # Changed by calls: the ledger, and the slots.
 

@@ -143,13 +143,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """How a guided policy chose among draws of the base policy."""
 
     candidates: tuple[Candidate, ...]
-    """All draws in their order, duplicates included."""
+    """All draws in their order, duplicates included; or all actions that were enumerated."""
     chosen: int
     beta: float
     """As used; infinity, which JSON has not, is written as -1."""
     floor: float = 0.0
     log_selection: float
-    """log(N w) of the chosen draw: what choosing added to the log-prob of drawing it. 0 when nothing chose."""
+    """log(N w) of the chosen draw: what choosing added to the log-prob of drawing it. 0 when nothing chose. Of an
+    enumerated action: the log of its guided probability, less its log-prob under the base."""
     source: str
     """Name of what gave the values."""
     value_version: int = 0
@@ -157,6 +158,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Why the first draw was taken and not the guided one; empty when guidance worked."""
     seconds: float = 0.0
     """Spent on values."""
+    is_enumerated: bool = False
+    """Whether the candidates were listed by somebody, and not drawn: weights are softmax(log pi + beta Q) then."""
 
     @property
     def is_greedy(self) -> bool:
