@@ -222,3 +222,16 @@ async def test_a_response_of_another_session_is_not_known():
         asked = {"input": "x", "previous_response_id": told["id"]}
         assert (await door.post("/v1/responses", two.key, asked))[0] == 404
         assert (await door.post("/v1/responses", one.key, asked))[0] == 200
+
+
+async def test_a_model_that_says_nothing_has_said_an_empty_message():
+    async with door_to("") as door:
+        session = door.session()
+        async with door.client(session.key) as client:
+            whole = await client.responses.create(model="m", input="hi")
+            async with client.responses.stream(model="m", input="hi") as events:
+                streamed = await events.get_final_response()
+            chat = await client.chat.completions.create(model="m", messages=HI)
+        assert [len(whole.output), len(streamed.output)] == [1, 1]
+        assert (whole.output_text, streamed.output_text, chat.choices[0].message.content) == ("", "", "")
+        assert [turn.length for turn in session.seal().turns] == [1, 1, 1]
