@@ -195,6 +195,7 @@ class Guidance:
             self.tally.drawn(1)
             return await draw(point.seed)
         if self._lacks_snapshots(point):
+            self.tally.tell_once(f"decisions are not guided, the base acts alone: {_NO_SNAPSHOTS} ({self.name})")
             return await self.fall_back(draw, point, beta, _NO_SNAPSHOTS)
         # 1. Draw; all of them, duplicates included.
         completions, missing = await self._draw(draw, point.seed)
@@ -220,8 +221,7 @@ class Guidance:
         return beta
 
     async def fall_back(self, draw: Draw, point: DecisionPoint, beta: float, why: str) -> Completion:
-        """Return what the base does where it is known beforehand that nothing can guide it; one draw, flagged."""
-        self.tally.tell_once(f"decisions are not guided, the base acts alone: {why} ({self.name})")
+        """Return what the base does where nothing can guide it; one draw, flagged."""
         self.tally.drawn(1)
         completion = await draw(point.seed)
         _, decision = self._decide([completion], (), beta, why, point.seed)

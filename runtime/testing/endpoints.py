@@ -208,14 +208,15 @@ class FakeTransport:
 
     async def post(self, path: str, body: bytes, *, timeout_s: float) -> Reply:
         """Answer the next post; TimeoutError when the latency is beyond the timeout."""
-        self.requests.append((path, msgspec.json.decode(body)))
+        decoded = msgspec.json.decode(body)
+        self.requests.append((path, decoded))
         await asyncio.sleep(min(self._latency_s, timeout_s))
         if self._latency_s >= timeout_s:
             raise TimeoutError("fake timeout")
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, BaseException):
             raise answer
-        return answer if isinstance(answer, Reply) else answer(path, self.requests[-1][1])
+        return answer if isinstance(answer, Reply) else answer(path, decoded)
 
     async def open(self, path: str, body: bytes, *, timeout_s: float) -> FakeOpenReply:
         """Answer the next post line by line."""

@@ -1,0 +1,199 @@
+"""Guidance over actions that somebody lists: softmax(log pi + beta Q), with log pi asked of the server.
+
+    all actions of the situation -> log pi of each, in the model's own ids -> Q of each -> one of them
+
+Log pi of an action is the sum over its tokens, the end of turn included: that is what the target asks for, and it
+favours short actions. The tokens of the action that is taken were not drawn one by one, so the record holds their
+log-probs under the base, and in `log_selection` what is missing to the log-prob with which the action was taken:
+
+    log p_guided(a) = sum of base log-probs + log_selection
+
+The weight exp(-log_selection) leads back to the base policy on the listed actions, exactly. Costs one scored prompt per
+action; needs chats that are rendered here (token mode 'tokens'), and a server that scores prompts.
+"""
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from turngate.envs.base import Action, ToolSpec
+from turngate.runtime.base_draw import BaseDraw
+from turngate.runtime.errors import ConfigError, EndpointRefused, GuidanceError
+from turngate.runtime.guidance import Candidates, DecisionPoint, Draw, Guidance, candidate_of, pick
+from turngate.runtime.json_ids import JsonIds, ids_text
+from turngate.runtime.rendering import Renderer, says_the_same
+from turngate.runtime.selection import enumerated_probs
+from turngate.runtime.types import Completion, Decision, Message, Sampling
+from turngate.runtime.unwrap import single_errors
+
+if TYPE_CHECKING:
+    from turngate.runtime.endpoint import Endpoint
+
+__all__ = ["action_ids", "choose_enumerated"]
+
+_BEFORE, _AFTER = Message("user", "hi"), Message("user", "go on")
+"""What is rendered around an action, to see where it begins and ends; whole episodes would take long, action by action.
+"""
+
+
+async def choose_enumerated(
+    guidance: Guidance, listing: Candidates, draw: Draw, point: DecisionPoint, beta: float
+) -> Completion:
+    """Return the chosen action, as if it had been sampled; see the module.
+
+    Where there are no values the base draws an action of its own, flagged.
+    Raises: ConfigError: this endpoint or sampling has no log-probs of whole actions. EndpointError: scoring failed.
+    """
+    base = _scoring_draw(draw)
+    actions = _distinct(await _listed(listing, point))
+    if not actions:
+        return await guidance.fall_back(draw, point, beta, "no candidates: nothing was listed")
+    endpoint = cast("Endpoint", base.endpoint)
+
+    async def generate(
+        prompt: Sequence[int], sampling: Sampling, /, *, seed: int | None = None, timeout_s: float = 600.0
+    ) -> Completion:
+        scored = await _score(endpoint, prompt, actions, base.tools, sampling.max_tokens, timeout_s)
+        return await _choose(guidance, scored, point, beta)
+
+    try:
+        chosen = await base.put(generate)
+    except _NoValues as error:
+        return await guidance.fall_back(draw, point, beta, str(error))
+    except GuidanceError as error:
+        return await guidance.fall_back(draw, point, beta, f"values: {error}")
+    assert chosen.decision is not None
+    guidance.tally.decided(chosen.decision)
+    return chosen
+
+
+class _NoValues(GuidanceError):
+    """The value function failed, for the reason that is the text."""
+
+
+def _scoring_draw(draw: Draw) -> BaseDraw:
+    """Return the draw if its endpoint can score actions. Raises: ConfigError."""
+    endpoint = getattr(draw, "endpoint", None)
+    scores = getattr(getattr(endpoint, "capabilities", None), "prompt_logprobs", None)
+    cannot = getattr(endpoint, "renderer", None) is None or getattr(scores, "verdict", "") == "no"
+    if not isinstance(draw, BaseDraw) or not draw.has_own_ids or cannot:
+        raise ConfigError(
+            "enumerated candidates need the log-probs of whole actions: expected an endpoint with a renderer "
+            "(token mode 'tokens') and a server that scores prompts; guide draws instead: Guidance(candidates=None)"
+        )
+    sampling = draw.sampling
+    if (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, 0) or sampling.guidance is not None:
+        raise ConfigError(
+            "enumerated candidates need the policy itself, whose log-probs servers give: expected temperature 1, top_p "
+            f"1, top_k 0 and no token guidance, got {sampling!r}"
+        )
+    return draw
+
+
+async def _listed(listing: Candidates, point: DecisionPoint) -> Sequence[Action]:
+    found = listing(point)
+    return await found if inspect.isawaitable(found) else found
+
+
+def _distinct(actions: Sequence[Action]) -> list[Action]:
+    """Return the actions once each: their probabilities are known, so a second mention adds nothing."""
+    known = {(one.text, tuple((call.name, call.arguments) for call in one.tool_calls)): one for one in actions}
+    return list(known.values())
+
+
+async def _score(
+    endpoint: "Endpoint",
+    prompt: Sequence[int],
+    actions: Sequence[Action],
+    tools: Sequence[ToolSpec],
+    max_tokens: int,
+    timeout_s: float,
+) -> list[Completion]:
+    """Return the actions with their ids and log-probs under the base; those longer than a turn may be are left out."""
+    assert endpoint.renderer is not None
+    sent = endpoint.serving_version
+    ids_A = [action_ids(endpoint.renderer, action, tools) for action in actions]
+    fitting = [(action, ids) for action, ids in zip(actions, ids_A, strict=True) if len(ids) <= max_tokens]
+    prompt_text = prompt.text[1:-1] if type(prompt) is JsonIds else ids_text(prompt)
+    start = len(prompt)
+
+    async def one(action: Action, ids: list[int]) -> Completion:
+        whole = JsonIds(b"[%b,%b]" % (prompt_text, ids_text(ids)), start + len(ids))
+        logprobs = (await endpoint.score(whole, timeout_s=timeout_s))[start:]
+        versions = [sent] * len(ids)
+        return Completion(action.text, ids, logprobs, versions, prompt, "stop", action.tool_calls, sent, sent)
+
+    with single_errors():
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(action, ids)) for action, ids in fitting]
+    if endpoint.serving_version != sent:
+        raise GuidanceError("new weights came while actions were scored: their log-probs are of two policies")
+    if not tasks:
+        raise GuidanceError(f"at least one action must be short enough: all have more than {max_tokens} tokens")
+    return [task.result() for task in tasks]
+
+
+async def _choose(guidance: Guidance, scored: list[Completion], point: DecisionPoint, beta: float) -> Completion:
+    """Return the chosen one, with the decision on it. Raises: GuidanceError: nothing can be chosen."""
+    began_s = time.monotonic()
+    q, version, fallback = await guidance.values(point, scored)
+    if fallback:
+        raise _NoValues(fallback)
+    sums = [math.fsum(one.logprobs) for one in scored]
+    base = [total / len(one.token_ids) for total, one in zip(sums, scored, strict=True)]
+    base = base if guidance.length_normalised else sums
+    beta = guidance.within_budget(beta, base, q)
+    probs = enumerated_probs(base, q, beta)
+    allowed = sum(value > -math.inf for value in q)
+    floor = guidance.floor
+    probs = [
+        (1 - floor) * p + (floor / allowed if value > -math.inf else 0.0) for p, value in zip(probs, q, strict=True)
+    ]
+    chosen = pick(probs, point.seed)
+    decision = Decision(
+        candidates=tuple(candidate_of(c, v, p) for c, v, p in zip(scored, q, probs, strict=True)),
+        chosen=chosen,
+        beta=beta if math.isfinite(beta) else -1.0,
+        floor=floor,
+        log_selection=math.log(probs[chosen]) - sums[chosen],
+        source=guidance.name,
+        value_version=version,
+        seconds=time.monotonic() - began_s,
+        is_enumerated=True,
+    )
+    return msgspec.structs.replace(scored[chosen], decision=decision)
+
+
+def action_ids(renderer: Renderer, action: Action, tools: Sequence[ToolSpec]) -> list[int]:
+    """Return the ids that the model would sample to say an action, the end of turn included.
+
+    They are what the chat format writes between the prompt and what follows the action.
+    Raises: EndpointRefused: the format does not write the action as the model would say it.
+    """
+    said = Message("assistant", action.text, action.tool_calls)
+    after = [Message("tool", "", (), call.id) for call in action.tool_calls] or [_AFTER]
+    try:
+        prompt = renderer.render([_BEFORE], tools)
+        whole = renderer.render([_BEFORE, said, *after], tools)
+        for end in renderer.stop_token_ids:
+            tail = renderer.extend([end], after, tools)
+            ids = whole[len(prompt) : len(whole) - len(tail)]
+            is_inside = whole[: len(prompt)] == prompt and whole[len(whole) - len(tail) :] == tail
+            if is_inside and ids and ids[-1] == end and _reads_as(renderer, ids, said, tools):
+                return ids
+    except ConfigError as error:
+        raise EndpointRefused(f"action must be one that the model's format can write: {error}") from error
+    raise EndpointRefused(
+        "action must be written as the model would say it: the chat format does not, or does not only append "
+        f"({said!r:.120}); guide draws instead"
+    )
+
+
+def _reads_as(renderer: Renderer, ids: Sequence[int], said: Message, tools: Sequence[ToolSpec]) -> bool:
+    reply = renderer.parse(ids, has_tools=bool(tools))
+    return says_the_same(said, Message("assistant", reply.text, reply.tool_calls))
