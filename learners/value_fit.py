@@ -2,11 +2,13 @@
 
 Monte Carlo targets: at every token the policy sampled, and once more behind each action, the value is trained towards
 what the episode was paid from then on. Behind an action it is Q(h, a), in between the value of the prefix, so that one
-critic serves guidance of whole actions and of single tokens.
+critic serves guidance of whole actions and of single tokens. Where turns were branched from, the means over their
+continuations take the place of the one return that was seen.
 """
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.policy_model import ModelChoice, TrainableModel, model_source
 from turngate.learners.turns import RewardsOf, action_turns, recorded_rewards
 from turngate.learners.value_metrics import brier_score, explained_variance, success_auc
+from turngate.runtime.branching import Branches, TurnBranches
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.seeds import derive_seed
@@ -78,6 +81,8 @@ class ValueFitReport(msgspec.Struct, frozen=True, kw_only=True):
     """The one that was kept, from 1."""
     losses: tuple[float, ...]
     """Held-out loss after each epoch."""
+    branched: int = 0
+    """Turns, of both sides, whose targets are means over continuations."""
     auc: float | None
     """Of Q behind actions, against whether the episode was paid anything from then on."""
     auc_by_turn: dict[int, float]
@@ -92,10 +97,14 @@ class _Row:
     ids_T: NDArray[np.int64]
     mask_T: NDArray[np.bool_]
     targets_P: NDArray[np.float32]
+    """What the values are trained towards: returns, or means over continuations."""
+    returns_P: NDArray[np.float32]
+    """What the episode was paid from there on; what the critic is judged by."""
     is_end_P: NDArray[np.bool_]
     """Behind an action."""
     turns_P: NDArray[np.int64]
     task: str
+    branched: int
 
 
 def fit_critic(
@@ -105,16 +114,25 @@ def fit_critic(
     *,
     config: ValueFitConfig = ValueFitConfig(),
     rewards: RewardsOf = recorded_rewards,
+    branches: Sequence[Branches] = (),
 ) -> ValueFitReport:
     """Train a copy of `model` with a value head on episodes and write it to `folder`; `Engine.start(critic=folder)`.
 
-    Only episodes with a terminal end are used: what was cut short has no return yet.
+    Only episodes with a terminal end are used: what was cut short has no return yet. Continuations of branches are
+    episodes like any others, of which only their own turns train: add them to `trajectories`, if they are to.
+    Args: rewards: what returns are sums of. branches: of some of the trajectories, found by id; where Q or V of a turn
+        was estimated, it is the target in place of the return.
     Raises: LearnerError: too few episodes, returns outside [0, 1] for kind `success`, or a loss that is not finite.
+    ConfigError: branches, which are paid what the environment pays, together with other rewards.
     """
+    if branches and rewards is not recorded_rewards:
+        raise ConfigError("branches must go with the environment's own rewards: got rewards=...; leave one of them out")
     usable = [t for t in trajectories if t.end.is_terminal and t.trainable and t.policy_tokens]
+    found = _by_trajectory(branches, usable)
     source = model_source(model)
     critic = source.load(None, value_head=True)
-    rows = [[_row(s, t, rewards, config, critic.config.max_context) for s in t.segments] for t in usable]
+    context = critic.config.max_context
+    rows = [[_row(s, t, rewards, found.get(t.id), config, context) for s in t.segments] for t in usable]
     train, held = _split([[row for row in own if row is not None] for own in rows], config)
     optimizer = MuonAdamW(critic, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
     steps = config.epochs * math.ceil(len(train) / config.batch_trajectories)
@@ -129,8 +147,11 @@ def fit_critic(
             picked = [row for i in order[start : start + config.batch_trajectories] for row in train[i]]
             _step(critic, picked, optimizer, config, schedule.factor(step))
             step += 1
-        outputs, targets = _read(critic, [row for own in held for row in own], config)
+        held_rows = [row for own in held for row in own]
+        outputs, targets = _read(critic, held_rows, config), _targets(held_rows)
         losses.append(float(_loss(outputs, targets, config).mean()))
+        if not math.isfinite(losses[-1]):
+            raise LearnerError(f"held-out loss must be finite: got {losses[-1]} in epoch {epoch + 1}; lower the rates")
         _log.info(f"epoch {epoch + 1}: held-out loss {losses[-1]:.4f}")
         if losses[-1] == min(losses):
             best = {name: tensor.detach().clone() for name, tensor in critic.state_dict().items()}
@@ -140,8 +161,28 @@ def fit_critic(
     return _report(critic, train, held, losses, len(trajectories) - len(usable), config)
 
 
+def _by_trajectory(branches: Sequence[Branches], trajectories: Sequence[Trajectory]) -> dict[str, Branches]:
+    """Return the branches by the id of their trajectory. Raises: LearnerError: two trajectories have that id."""
+    found: dict[str, Branches] = {}
+    for one in branches:
+        name, other = one.trajectory.id, found.get(one.trajectory.id, one)
+        found[name] = Branches(trajectory=one.trajectory, q=other.q | one.q, v=other.v | one.v)
+    counts = Counter(t.id for t in trajectories)
+    if shared := [name for name in found if counts[name] > 1]:
+        raise LearnerError(
+            f"trajectories must have ids of their own to be matched with branches: got {counts[shared[0]]} called "
+            f"{shared[0]}; give rollouts a trajectory_id"
+        )
+    return found
+
+
 def _row(
-    segment: Segment, trajectory: Trajectory, rewards: RewardsOf, config: ValueFitConfig, max_context: int
+    segment: Segment,
+    trajectory: Trajectory,
+    rewards: RewardsOf,
+    branches: Branches | None,
+    config: ValueFitConfig,
+    max_context: int,
 ) -> _Row | None:
     generated_T = np.frombuffer(segment.policy_mask, np.uint8) != 0
     if not generated_T.any():
@@ -158,15 +199,46 @@ def _row(
     at_P = np.flatnonzero(mask_T)
     # A place behind an action belongs to it; where the next action follows at once, to that one's first token.
     own_P = np.where(sampled_T[at_P], turns_T[at_P], turns_T[at_P - 1])
-    targets_P = np.array([returns[int(turn)] for turn in own_P], np.float32)
-    if config.kind == "success" and not ((targets_P >= 0) & (targets_P <= 1)).all():
-        raise LearnerError(
-            f"returns must lie in [0, 1] for kind success: got {targets_P.min()} to {targets_P.max()} (trajectory "
-            f"{trajectory.id}); use kind='scalar', or rewards=... that pay an outcome"
-        )
-    last = int(at_P[-1]) + 1
+    if not len(at_P):
+        return None  # the model's context ends before the first action
+    returns_P = np.array([returns[int(turn)] for turn in own_P], np.float32)
     is_end_P = end_T[at_P] & ~sampled_T[at_P]
-    return _Row(ids_T[:last], mask_T[:last], targets_P, is_end_P, own_P, trajectory.task.id)
+    targets_P, branched = _branched(returns_P, own_P, branches)
+    for values_P in (returns_P, targets_P):
+        if config.kind == "success" and not ((values_P >= 0) & (values_P <= 1)).all():
+            raise LearnerError(
+                f"returns must lie in [0, 1] for kind success: got {values_P.min()} to {values_P.max()} (trajectory "
+                f"{trajectory.id}); use kind='scalar', or rewards=... that pay an outcome"
+            )
+    last = int(at_P[-1]) + 1
+    return _Row(ids_T[:last], mask_T[:last], targets_P, returns_P, is_end_P, own_P, trajectory.task.id, branched)
+
+
+def _branched(
+    returns_P: NDArray[np.float32], turns_P: NDArray[np.int64], branches: Branches | None
+) -> tuple[NDArray[np.float32], int]:
+    """Return the targets, and how many turns have some from branches.
+
+    V of a turn stands before its first token. Q stands behind the action, and is an unbiased target of every prefix
+    of it as well: the rest of the action is one draw of what the policy says there.
+    """
+    if branches is None:
+        return returns_P, 0
+    targets_P, branched = returns_P.copy(), 0
+    for turn in np.unique(turns_P):
+        at = np.flatnonzero(turns_P == turn)
+        q, v = (_mean(side.get(int(turn))) for side in (branches.q, branches.v))
+        if q is not None:
+            targets_P[at] = q
+        if v is not None:
+            targets_P[at[0]] = v
+        branched += q is not None or v is not None
+    return targets_P, branched
+
+
+def _mean(found: TurnBranches | None) -> float | None:
+    """Return the mean over continuations; None when none of them came to an end."""
+    return None if found is None or not found.estimate.count else found.estimate.mean
 
 
 def _split(rows: list[list[_Row]], config: ValueFitConfig) -> tuple[list[list[_Row]], list[list[_Row]]]:
@@ -190,8 +262,8 @@ def _step(
     count = sum(len(row.targets_P) for row in rows)
     total = 0.0
     for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
-        outputs, targets = _outputs(critic, [rows[i] for i in indices])
-        loss = _loss(outputs, targets, config).sum() / count
+        picked = [rows[i] for i in indices]
+        loss = _loss(_outputs(critic, picked), _targets(picked), config).sum() / count
         torch.autograd.backward(loss)
         total += float(loss.detach())
     norm = optimizer.clip_grad_norm(config.max_grad_norm)
@@ -200,11 +272,15 @@ def _step(
     optimizer.step(factor)
 
 
-def _outputs(critic: TrainableModel, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
+def _outputs(critic: TrainableModel, rows: Sequence[_Row]) -> Tensor:
     outputs = critic.values(pack([row.ids_T for row in rows], [row.mask_T for row in rows]))
     if outputs is None:
         raise LearnerError("the critic's model must have a value head: it has none")
-    return outputs, torch.from_numpy(np.concatenate([row.targets_P for row in rows]))
+    return outputs
+
+
+def _targets(rows: Sequence[_Row]) -> Tensor:
+    return torch.from_numpy(np.concatenate([row.targets_P for row in rows]))
 
 
 def _loss(outputs: Tensor, targets: Tensor, config: ValueFitConfig) -> Tensor:
@@ -214,14 +290,14 @@ def _loss(outputs: Tensor, targets: Tensor, config: ValueFitConfig) -> Tensor:
 
 
 @torch.no_grad()
-def _read(critic: TrainableModel, rows: Sequence[_Row], config: ValueFitConfig) -> tuple[Tensor, Tensor]:
-    """Return what the head puts out at every place of all rows, in their order, and the targets there."""
+def _read(critic: TrainableModel, rows: Sequence[_Row], config: ValueFitConfig) -> Tensor:
+    """Return what the head puts out at every place of all rows, in their order."""
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
-        found, _ = _outputs(critic, [rows[i] for i in indices])
+        found = _outputs(critic, [rows[i] for i in indices])
         for i, part in zip(indices, found.split([len(rows[i].targets_P) for i in indices]), strict=True):
             outputs[i] = part
-    return torch.cat(outputs), torch.from_numpy(np.concatenate([row.targets_P for row in rows]))
+    return torch.cat(outputs)
 
 
 def _report(
@@ -233,20 +309,21 @@ def _report(
     config: ValueFitConfig,
 ) -> ValueFitReport:
     rows = [row for own in held for row in own]
-    outputs, targets = _read(critic, rows, config)
+    outputs, returns = _read(critic, rows, config), torch.from_numpy(np.concatenate([row.returns_P for row in rows]))
     values = outputs.sigmoid() if config.kind == "success" else outputs
     is_end = torch.from_numpy(np.concatenate([row.is_end_P for row in rows]))
     turns = torch.from_numpy(np.concatenate([row.turns_P for row in rows]))[is_end]
-    q, paid = values[is_end], targets[is_end]
+    q, paid = values[is_end], returns[is_end]
     by_turn = {int(t): success_auc(q[turns == t], paid[turns == t] > 0) for t in turns.unique()}
     is_binary = config.kind == "success"
     return ValueFitReport(
         episodes=len(train),
         held_out=len(held),
         excluded=excluded,
-        success=sum(bool(own[0].targets_P[0] > 0) for own in train) / len(train),
+        success=sum(bool(own[0].returns_P[0] > 0) for own in train) / len(train),
         epoch=losses.index(min(losses)) + 1,
         losses=tuple(losses),
+        branched=sum(row.branched for own in (*train, *held) for row in own),
         auc=success_auc(q, paid > 0),
         auc_by_turn={turn: auc for turn, auc in by_turn.items() if auc is not None},
         brier=brier_score(q, paid > 0) if is_binary else None,

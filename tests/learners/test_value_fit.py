@@ -1,0 +1,274 @@
+"""Critics fitted to records: what they are trained towards, on what they are judged, and that they learn."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.learners.tiny_transformers import make_folder
+from turngate.envs.base import End, Task
+from turngate.learners import value_fit
+from turngate.learners.huggingface import HuggingFaceModel
+from turngate.learners.policy_model import model_source
+from turngate.learners.turns import recorded_rewards
+from turngate.learners.value_fit import ValueFitConfig, fit_critic
+from turngate.runtime.branching import Branches, TurnBranches
+from turngate.runtime.engine.model import PolicyModel
+from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.monte_carlo import estimate
+from turngate.runtime.types import RestartedFrom, Segment, Trajectory, Turn
+
+SCALAR = ValueFitConfig(kind="scalar")
+FAST = ValueFitConfig(epochs=6, batch_trajectories=8, muon_lr=0.02, adamw_lr=0.02)
+
+
+def segment(*parts: tuple[int | None, int]) -> Segment:
+    """Return a segment of (turn, number of tokens) parts; turn None is context."""
+    turns = [-1 if turn is None else turn for turn, count in parts for _ in range(count)]
+    mask = [int(turn >= 0) for turn in turns]
+    ids = list(range(2, 2 + len(turns)))
+    return Segment.of(ids, mask, [-0.5 * m for m in mask], [m - 1 for m in mask], turns)
+
+
+def episode(segments: Sequence[Segment], rewards: Sequence[float], **fields: Any) -> Trajectory:
+    """Return an episode whose turn t lies in the segment that holds its id."""
+    turns = []
+    for index, reward in enumerate(rewards):
+        number = next((n for n, s in enumerate(segments) if index in s.turn_values()), 0)
+        ids = list(segments[number].turn_values())
+        length = ids.count(index)
+        start = ids.index(index) if length else 0
+        paid = {"outcome": reward} if reward else {}
+        turns.append(Turn(index=index, segment=number, start=start, length=length, text="", rewards=paid))
+    settings = {"id": "t", "task": Task("task"), "end": End.success} | fields
+    return Trajectory(turns=tuple(turns), segments=tuple(segments), **settings)
+
+
+def places(trajectory: Trajectory, number: int = 0, branches: Branches | None = None, context: int = 128) -> Any:
+    """Return (positions, targets, whether behind an action, turns) of one segment."""
+    row = value_fit._row(trajectory.segments[number], trajectory, recorded_rewards, branches, SCALAR, context)
+    assert row is not None
+    at = row.mask_T.nonzero()[0].tolist()
+    return at, row.targets_P.tolist(), row.is_end_P.tolist(), row.turns_P.tolist()
+
+
+# --- targets
+
+
+def test_every_sampled_token_and_the_place_behind_each_action_has_the_reward_to_go() -> None:
+    # context 0-1, action 2-3, answer 4, action 5-6: values stand before tokens 2, 3, behind 3, before 5, 6, behind 6.
+    found = places(episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.25, 1.0]))
+    at, targets, ends, turns = found
+    assert at == [2, 3, 4, 5, 6, 7]
+    assert targets == [1.25, 1.25, 1.25, 1.0, 1.0, 1.0]
+    assert ends == [False, False, True, False, False, True]
+    assert turns == [0, 0, 0, 1, 1, 1]
+
+
+def test_an_action_that_follows_at_once_takes_the_place_between() -> None:
+    at, targets, ends, _ = places(episode([segment((None, 1), (0, 1), (1, 1))], [0.25, 1.0]))
+    assert (at, targets, ends) == ([1, 2, 3], [1.25, 1.0, 1.0], [False, False, True])
+
+
+def test_each_segment_has_the_targets_of_its_own_turns() -> None:
+    made = episode([segment((None, 2), (0, 1)), segment((None, 3), (1, 2))], [0.5, 2.0])
+    assert places(made, 0)[1] == [2.5, 2.5]
+    assert places(made, 1)[1] == [2.0, 2.0, 2.0]
+    assert value_fit._row(segment((None, 4)), made, recorded_rewards, None, SCALAR, 128) is None
+
+
+def test_a_restarted_episode_has_targets_for_its_own_turns_alone() -> None:
+    # What happened before the restart is context; the turn that something else chose has no tokens, and its pay is
+    # nobody's.
+    origin = RestartedFrom("root", 3, 0, "branch")
+    made = episode([segment((None, 5), (1, 2))], [0.5, 1.0], restarted_from=origin)
+    at, targets, *_ = places(made)
+    assert (at, targets) == ([5, 6, 7], [1.0, 1.0, 1.0])
+
+
+def test_what_does_not_fit_the_context_is_left_out() -> None:
+    made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.25, 1.0])
+    assert places(made, context=6)[0] == [2, 3, 4, 5]
+    assert value_fit._row(made.segments[0], made, recorded_rewards, None, SCALAR, 2) is None
+
+
+# --- targets from branches
+
+
+def branched(trajectory: Trajectory, q: dict[int, list[float]], v: dict[int, list[float]]) -> Branches:
+    def side(kind: Any, of: dict[int, list[float]]) -> dict[int, TurnBranches]:
+        return {t: TurnBranches(turn=t, estimand=kind, estimate=estimate(r), trajectories=()) for t, r in of.items()}
+
+    return Branches(trajectory=trajectory, q=side("Q", q), v=side("V", v))
+
+
+def test_means_over_continuations_take_the_place_of_the_one_return() -> None:
+    made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.0, 1.0])
+    found = branched(made, {0: [1.0, 0.0, 0.0, 0.0]}, {0: [1.0, 0.0], 1: [1.0, 1.0, 0.0, 1.0]})
+    at, targets, *_ = places(made, branches=found)
+    # V before each turn's first token; Q on the prefixes of the action and behind it; returns where nobody looked.
+    assert dict(zip(at, targets, strict=True)) == {2: 0.5, 3: 0.25, 4: 0.25, 5: 0.75, 6: 1.0, 7: 1.0}
+
+
+def test_a_turn_whose_continuations_all_failed_keeps_its_return() -> None:
+    made = episode([segment((None, 2), (0, 1))], [1.0])
+    assert places(made, branches=branched(made, {0: []}, {0: []}))[1] == [1.0, 1.0]
+
+
+def test_branches_are_found_by_id_and_counted_and_the_critic_is_judged_by_what_happened(
+    folder: Path, tmp_path: Path
+) -> None:
+    episodes = toy(64)
+    found = [branched(t, {0: [0.5, 0.5]}, {}) for t in episodes[:10]] + [branched(episodes[0], {}, {0: [0.5]})]
+    report = fit_critic(folder, episodes, tmp_path / "c", config=FAST, branches=found)
+    assert report.branched == 10
+    everything = [branched(t, {0: [0.5, 0.5]}, {0: [0.5, 0.5]}) for t in episodes]
+    flat = fit_critic(folder, episodes, tmp_path / "d", config=FAST, branches=everything)
+    assert flat.losses[-1] == pytest.approx(math.log(2), abs=0.02)  # trained towards 1/2 everywhere
+    assert flat.auc_by_turn.keys() == {0}  # and yet ranked against successes
+    assert flat.brier == pytest.approx(0.25, abs=0.03)
+
+
+def test_branches_of_ids_that_two_trajectories_share_are_refused(folder: Path, tmp_path: Path) -> None:
+    episodes = toy(8)
+    twins = [*episodes, msgspec.structs.replace(episodes[0], task=Task("other"))]
+    with pytest.raises(LearnerError, match=r"ids of their own.*got 2 called t0"):
+        fit_critic(folder, twins, tmp_path / "c", branches=[branched(episodes[0], {0: [1.0]}, {})])
+
+
+def test_branches_do_not_go_with_other_rewards(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="environment's own rewards"):
+        fit_critic(
+            folder, toy(8), tmp_path / "c", rewards=lambda t: [0.0], branches=[branched(toy(1)[0], {0: [1.0]}, {})]
+        )
+
+
+# --- fitting
+
+
+def toy(count: int, *, luck: float = 0.0) -> list[Trajectory]:
+    """Return episodes of one action of one token, 2 or 3, which alone decides; tasks have four episodes each."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(count):
+        good = int(torch.randint(2, (1,), generator=generator))
+        seen = int(torch.randint(4, 20, (1,), generator=generator))
+        paid = float(torch.rand(1, generator=generator)) < luck if luck else bool(good)
+        only = Segment.of([1, seen, 2 + good], [0, 0, 1], [0.0, 0.0, -0.7], [-1, -1, 0], [-1, -1, 0])
+        fields = {"id": f"t{number}", "task": Task(f"task{number // 4}")}
+        made.append(episode([only], [float(paid)], end=End.success if paid else End.failure, **fields))
+    return made
+
+
+def test_a_critic_that_can_learn_does(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    episodes = toy(160)
+    report = fit_critic(folder, episodes, tmp_path / "critic", config=FAST)
+    assert report.auc is not None
+    assert report.auc > 0.99
+    assert report.brier is not None
+    assert report.brier < 0.05
+    assert report.explained_variance is not None
+    assert report.explained_variance > 0.8
+    assert (report.excluded, report.branched) == (0, 0)
+    assert report.episodes + report.held_out == 160
+    assert report.success == pytest.approx(0.5, abs=0.1)
+    critic = PolicyModel.load(tmp_path / "critic")
+    assert critic.value_head is not None
+    assert (tmp_path / "critic" / "tokenizer.json").exists()  # it can be served
+    rows = [value_fit._row(t.segments[0], t, recorded_rewards, None, FAST, 128) for t in episodes]
+    values = value_fit._read(critic, [row for row in rows if row is not None], FAST).sigmoid().reshape(-1, 2)
+    wins = torch.tensor([t.reward > 0 for t in episodes])
+    assert float(values[wins, 1].min()) > 0.7 > 0.3 > float(values[~wins, 1].max())  # Q knows the action
+    assert float((values[:, 0] - 0.5).abs().max()) < 0.35  # V before it does not
+
+
+def test_a_scalar_critic_learns_returns_beyond_one(folder: Path, tmp_path: Path) -> None:
+    episodes = [msgspec.structs.replace(t, turns=(scaled(t.turns[0], 3.0),)) for t in toy(160)]
+    with pytest.raises(LearnerError, match=r"returns must lie in \[0, 1\] for kind success: got 3\.0"):
+        fit_critic(folder, episodes, tmp_path / "c", config=FAST)
+    report = fit_critic(folder, episodes, tmp_path / "c", config=fast(kind="scalar"))
+    assert report.explained_variance is not None
+    assert report.explained_variance > 0.8
+    assert report.brier is None
+
+
+def scaled(turn: Turn, factor: float) -> Turn:
+    return msgspec.structs.replace(turn, rewards={name: factor * r for name, r in turn.rewards.items()})
+
+
+def fast(**changes: Any) -> ValueFitConfig:
+    """Return FAST with changes."""
+    fields = {"epochs": 6, "batch_trajectories": 8, "muon_lr": 0.02, "adamw_lr": 0.02} | changes
+    return ValueFitConfig(**fields)
+
+
+def test_no_task_is_on_both_sides_and_the_seed_decides() -> None:
+    rows = [[value_fit._row(t.segments[0], t, recorded_rewards, None, SCALAR, 128)] for t in toy(200)]
+    known = [[row for row in own if row is not None] for own in rows]
+    train, held = value_fit._split(known, SCALAR)
+    tasks = [{own[0].task for own in side} for side in (train, held)]
+    assert not tasks[0] & tasks[1]
+    assert 0.05 < len(held) / 200 < 0.3
+    other = value_fit._split(known, ValueFitConfig(kind="scalar", seed=1))
+    assert {own[0].task for own in other[1]} != tasks[1]
+
+
+def test_the_best_epoch_is_kept(folder: Path, tmp_path: Path) -> None:
+    # Luck cannot be learned: what later epochs learn by heart costs on held-out tasks.
+    config = fast(epochs=8, batch_trajectories=4)
+    episodes = toy(48, luck=0.5)
+    report = fit_critic(folder, episodes, tmp_path / "critic", config=config)
+    best = min(report.losses)
+    assert report.epoch == report.losses.index(best) + 1 < 8
+    assert best < report.losses[-1]
+    critic = model_source(tmp_path / "critic").load(None, value_head=True)
+    rows = [[value_fit._row(t.segments[0], t, recorded_rewards, None, config, 128)] for t in episodes]
+    _, held = value_fit._split([[row for row in own if row is not None] for own in rows], config)
+    flat = [row for own in held for row in own]
+    loss = value_fit._loss(value_fit._read(critic, flat, config), value_fit._targets(flat), config).mean()
+    assert float(loss) == pytest.approx(best, abs=1e-5)
+
+
+def test_episodes_without_a_return_or_ids_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
+    episodes = toy(40)
+    cut = msgspec.structs.replace(episodes[0], id="cut", end=End.turn_limit)
+    failed = msgspec.structs.replace(episodes[0], id="failed", end=End.env_error)
+    blind = msgspec.structs.replace(episodes[0], id="blind", trainable=False)
+    report = fit_critic(folder, [*episodes, cut, failed, blind], tmp_path / "c", config=fast(epochs=1))
+    assert report.excluded == 3
+    assert report.episodes + report.held_out == 40
+
+
+def test_one_task_is_too_little(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(LearnerError, match=r"several tasks: got .* to train on"):
+        fit_critic(folder, toy(3), tmp_path / "c")
+
+
+def test_a_loss_that_explodes_is_told(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(LearnerError, match="must be finite"):
+        fit_critic(folder, toy(40), tmp_path / "c", config=fast(muon_lr=None, adamw_lr=1e30))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kind", "logit"), ("epochs", 0), ("batch_trajectories", 0), ("held_out", 0.0), ("max_grad_norm", 0.0)],
+)
+def test_settings_that_cannot_work_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field):
+        ValueFitConfig(**{field: value})
+
+
+def test_a_model_of_transformers_can_be_the_critic(tmp_path: Path) -> None:
+    start = make_folder(tmp_path / "start", "llama")
+    report = fit_critic(HuggingFaceModel(start), toy(160), tmp_path / "critic", config=fast(muon_lr=None))
+    assert report.auc is not None
+    assert report.auc > 0.9
+    again = HuggingFaceModel(tmp_path / "critic").load(tmp_path / "critic", value_head=True)
+    rows = [value_fit._row(t.segments[0], t, recorded_rewards, None, FAST, 128) for t in toy(8)]
+    values = value_fit._read(again, [row for row in rows if row is not None], FAST)
+    assert float(values.std()) > 0.1  # the head came along
