@@ -12,11 +12,13 @@ from turngate.runtime.metrics import wilson_interval
 
 __all__ = [
     "Estimate",
+    "OutcomeSplit",
     "beta_interval",
     "estimate",
     "leave_one_out_advantages",
     "newcombe_interval",
     "optimal_continuations",
+    "split_by_outcome",
     "standard_error",
     "two_level_variance",
     "vine_advantages",
@@ -89,11 +91,7 @@ def estimate(returns: Sequence[float], *, truncated: int = 0) -> Estimate:
 
 def standard_error(values: Sequence[float]) -> float:
     """Return s / sqrt(K) with ddof 1; NaN for fewer than two values: one sample does not know its spread."""
-    count = len(values)
-    if count < 2:
-        return math.nan
-    mean = math.fsum(values) / count
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    return math.sqrt(_variance(values) / len(values)) if values else math.nan
 
 
 def newcombe_interval(
@@ -163,6 +161,65 @@ def optimal_continuations(between: float, within: float, *, outcome_cost: float,
     if between == 0:
         return math.inf if within * outcome_cost > 0 else 1.0
     return math.sqrt(outcome_cost / continuation_cost * within / between)
+
+
+class OutcomeSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean over several outcomes of one action with several continuations each, and where its variance comes from.
+
+    Continuations of one outcome share that outcome's luck, so no interval of a success rate fits their number.
+    """
+
+    mean: float
+    """Over outcomes, each its own mean; NaN without any."""
+    standard_error: float
+    """From the spread of the outcomes' means; NaN for a single outcome."""
+    between: float
+    """Estimated Var_o(E[R|o]): the environment's luck in the outcome. Not below 0; NaN when it cannot be told."""
+    within: float
+    """Estimated E_o[Var(R|o)]: all luck after the outcome; NaN when no outcome has two continuations."""
+    outcomes: int
+    continuations: int
+    """Returns in all."""
+
+    def best_continuations(self, *, outcome_cost: float, continuation_cost: float) -> float:
+        """Return how many continuations of each outcome are cheapest from here on; see `optimal_continuations`."""
+        return optimal_continuations(
+            self.between, self.within, outcome_cost=outcome_cost, continuation_cost=continuation_cost
+        )
+
+
+def split_by_outcome(returns_O_K: Sequence[Sequence[float]], *, is_final_O: Sequence[bool] = ()) -> OutcomeSplit:
+    """Estimate mean and variance components from the returns of each outcome's continuations.
+
+    Analysis of variance with one random factor; numbers of continuations may differ, outcomes weigh the same.
+    Args: is_final_O: outcomes after which nothing was left to chance, such as the end of the episode: their one return
+        is their mean.
+    """
+    final_O = is_final_O or [False] * len(returns_O_K)
+    kept = [(list(returns), final) for returns, final in zip(returns_O_K, final_O, strict=True) if returns]
+    means = [math.fsum(returns) / len(returns) for returns, _ in kept]
+    variances = [0.0 if final else _variance(returns) for returns, final in kept]  # NaN for a single continuation
+    known = [variance for variance in variances if not math.isnan(variance)]
+    open_ended = [v for v, (_, final) in zip(variances, kept, strict=True) if not (final or math.isnan(v))]
+    typical = math.fsum(open_ended) / len(open_ended) if open_ended else math.nan
+    noise = [(typical if math.isnan(v) else v) / len(returns) for v, (returns, _) in zip(variances, kept, strict=True)]
+    between = _variance(means) - math.fsum(noise) / len(noise) if len(means) > 1 else math.nan
+    return OutcomeSplit(
+        mean=math.fsum(means) / len(means) if means else math.nan,
+        standard_error=standard_error(means),
+        between=between if math.isnan(between) else max(0.0, between),
+        within=math.fsum(known) / len(known) if known else math.nan,
+        outcomes=len(kept),
+        continuations=sum(len(returns) for returns, _ in kept),
+    )
+
+
+def _variance(values: Sequence[float]) -> float:
+    """Return the sample variance (ddof 1), NaN for fewer than two values."""
+    if len(values) < 2:
+        return math.nan
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def beta_interval(a: float, b: float, *, level: float = 0.95) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from turngate.runtime.monte_carlo import (
     leave_one_out_advantages,
     newcombe_interval,
     optimal_continuations,
+    split_by_outcome,
     standard_error,
     two_level_variance,
     vine_advantages,
@@ -92,3 +93,38 @@ def test_b5_1_continuations_of_one_outcome_do_not_average_its_luck_out():
 def test_one_outcome_serves_when_outcomes_do_not_differ():
     assert optimal_continuations(0.0, 0.1, outcome_cost=1.0, continuation_cost=1.0) == math.inf
     assert optimal_continuations(0.12, 0.09, outcome_cost=5.0, continuation_cost=1.0) == pytest.approx(1.936, abs=1e-3)
+
+
+def test_variance_components_by_hand():
+    split = split_by_outcome([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    assert (split.mean, split.outcomes, split.continuations) == (0.5, 3, 6)
+    assert split.within == pytest.approx(0.5 / 3)  # sample variances 0, 1/2, 0
+    assert split.between == pytest.approx(0.25 - 0.25 / 3)  # of the means 1, 1/2, 0, less the noise in them
+    assert split.standard_error == pytest.approx(math.sqrt(0.25 / 3))
+
+
+def test_an_outcome_that_leaves_nothing_to_chance_has_no_variance_within():
+    split = split_by_outcome([[1.0], [0.0, 1.0]], is_final_O=[True, False])
+    assert (split.mean, split.within) == (0.75, 0.25)
+    assert split.between == pytest.approx(max(0.0, 0.125 - (0 + 0.25) / 2))
+
+
+def test_components_that_cannot_be_told_are_nan_and_never_below_zero():
+    single = split_by_outcome([[1.0], [0.0]])
+    assert math.isnan(single.within)
+    assert math.isnan(single.between)
+    assert single.standard_error == 0.5
+    assert math.isnan(split_by_outcome([]).mean)
+    assert split_by_outcome([[0.0, 1.0], [1.0, 0.0]]).between == 0.0
+
+
+def test_components_are_unbiased_where_nothing_is_clipped():
+    """Outcomes of 0.9 and 0.1, numbers of continuations that differ."""
+    rng, found = random.Random(5), []
+    for _ in range(2000):
+        chances = [rng.choice((0.9, 0.1)) for _ in range(6)]
+        found.append(
+            split_by_outcome([[float(rng.random() < p) for _ in range(2 + i % 3)] for i, p in enumerate(chances)])
+        )
+    assert sum(split.within for split in found) / 2000 == pytest.approx(0.09, abs=0.006)
+    assert sum(split.between for split in found) / 2000 == pytest.approx(0.16, abs=0.01)
