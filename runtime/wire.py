@@ -28,6 +28,7 @@ __all__ = [
     "decode_reply",
     "error_message",
     "prompt_ids",
+    "spelled_ids",
     "text_choice_completion",
     "text_completion",
     "wire_messages",
@@ -294,7 +295,7 @@ def text_choice_completion(
     """Check one choice of a reply of /completions and return it. Raises MalformedReply as `chat_completion` does."""
     check_finished(choice)
     if not choice.token_ids and choice.logprobs is not None:
-        choice.token_ids = _ids_of_strings(choice.logprobs.tokens)
+        choice.token_ids = spelled_ids(choice.logprobs.tokens)
     logprobs: Sequence[float | None] = []
     if choice.logprobs is not None and choice.logprobs.token_logprobs:
         logprobs = choice.logprobs.token_logprobs
@@ -327,7 +328,7 @@ def check_finished(choice: ChatChoice | TextChoice) -> None:
         raise kind(f"generation must finish: got {choice.finish_reason!r} (choices[0].finish_reason)")
 
 
-def _ids_of_strings(tokens: msgspec.Raw) -> list[int] | None:
+def spelled_ids(tokens: msgspec.Raw) -> list[int] | None:
     """Return the ids of tokens spelled `token_id:123`; None when they are texts. Raises MalformedReply: some are."""
     text = bytes(tokens)
     # The first is enough to tell: a server spells all of them so, or none.

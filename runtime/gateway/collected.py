@@ -20,6 +20,7 @@ from turngate.runtime.wire import (
     check_finished,
     error_message,
     prompt_ids,
+    spelled_ids,
     text_choice_completion,
 )
 
@@ -92,6 +93,7 @@ _decode_chat = msgspec.json.Decoder(ChatChunk).decode
 _decode_text = msgspec.json.Decoder(TextChunk).decode
 
 ChoiceT = TypeVar("ChoiceT", ChatChoice, TextChoice)
+T = TypeVar("T")
 
 
 class _Collected(Generic[ChoiceT]):
@@ -112,9 +114,9 @@ class _Collected(Generic[ChoiceT]):
         choice.finish_reason = chunk.finish_reason or choice.finish_reason
         check_finished(choice)  # before the agent takes an abort for the end of the turn
         if chunk.token_ids is not None:
-            choice.token_ids = (choice.token_ids or []) + chunk.token_ids
+            choice.token_ids = _extended(choice.token_ids, chunk.token_ids)
         if chunk.policy_versions is not None:
-            choice.policy_versions = (choice.policy_versions or []) + chunk.policy_versions
+            choice.policy_versions = _extended(choice.policy_versions, chunk.policy_versions)
         self._keep_prompt(chunk.index, chunk.prompt_token_ids)
 
     def _keep_prompt(self, index: int, ids: msgspec.Raw) -> None:
@@ -149,8 +151,8 @@ class CollectedChat(_Collected[ChatChoice]):
                 choice = self._choices[part.index] = ChatChoice(ReplyMessage())
             self._keep(choice, part)
             if part.logprobs is not None and part.logprobs.content:
-                before = choice.logprobs.content if choice.logprobs is not None and choice.logprobs.content else []
-                choice.logprobs = ChatLogprobs(before + part.logprobs.content)
+                choice.logprobs = choice.logprobs or ChatLogprobs()
+                choice.logprobs.content = _extended(choice.logprobs.content, part.logprobs.content)
             if part.delta is not None:
                 _keep_delta(choice.message, part.delta)
         return chunk
@@ -178,11 +180,13 @@ class CollectedText(_Collected[TextChoice]):
             choice = self._choices.get(_index(part.index))
             if choice is None:
                 choice = self._choices[part.index] = TextChoice()
+            if not part.token_ids and part.logprobs is not None:
+                part.token_ids = spelled_ids(part.logprobs.tokens)
             self._keep(choice, part)
             choice.text += part.text or ""
             if part.logprobs is not None and part.logprobs.token_logprobs:
-                before = choice.logprobs.token_logprobs if choice.logprobs is not None else None
-                choice.logprobs = TextLogprobs((before or []) + part.logprobs.token_logprobs)
+                choice.logprobs = choice.logprobs or TextLogprobs()
+                choice.logprobs.token_logprobs = _extended(choice.logprobs.token_logprobs, part.logprobs.token_logprobs)
         return chunk
 
     def completions(self, arrival: Arrival) -> list[Completion]:
@@ -191,6 +195,14 @@ class CollectedText(_Collected[TextChoice]):
             text_choice_completion(choice, prompt, arrival.sent, arrival.received, arrival.newest)
             for choice, prompt in self.finished()
         ]
+
+
+def _extended(known: list[T] | None, new: list[T]) -> list[T]:
+    """Return a list of ours with more in it: made anew per chunk, it would cost the square of a reply's length."""
+    if known is None:
+        return list(new)
+    known += new
+    return known
 
 
 def _keep_delta(message: ReplyMessage, delta: _Delta) -> None:

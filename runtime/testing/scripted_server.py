@@ -162,7 +162,9 @@ class ScriptedServer:
         more: dict[str, Any] = {"logprobs": None}
         if request.get("logprobs") not in (None, False):
             if is_text:
-                more["logprobs"] = {"token_logprobs": [fake_logprob(i) for i in ids], "tokens": [str(i) for i in ids]}
+                prefix = "token_id:" if request.get("return_tokens_as_token_ids") else ""
+                tokens = [f"{prefix}{i}" for i in ids]
+                more["logprobs"] = {"token_logprobs": [fake_logprob(i) for i in ids], "tokens": tokens}
             else:
                 more["logprobs"] = {"content": [{"token": str(i), "logprob": fake_logprob(i)} for i in ids]}
         if request.get("return_token_ids"):
