@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ FLOAT32_NATS = 1e-4
 ADMIN_KEY = "the-admin-key"
 EPISODES = 2
 """Per way to play."""
+MODES = ("server", "tokens")
+"""Who renders chats: the server, or the gateway."""
 WRITES_ANEW = {"langchain-openai": "compact", "pydantic-ai": "spaced"}
 """Packages that write the arguments of a call anew, and the way to write JSON that does not survive it."""
 KEEPS = {("langchain-openai", "responses")}
@@ -101,7 +103,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 @contextlib.asynccontextmanager
-async def gateway_to(url: str, folder: Path, *options: str) -> AsyncIterator[str]:
+async def gateway_to(url: str, folder: Path, *options: str) -> AsyncGenerator[str]:
     """Run the command, and yield the URL that it prints."""
     key_file = folder.parent / "admin.key"
     key_file.write_text(ADMIN_KEY)
@@ -124,7 +126,7 @@ async def gateway_to(url: str, folder: Path, *options: str) -> AsyncIterator[str
             await process.wait()
 
 
-@pytest.fixture(params=["server", "tokens"])
+@pytest.fixture(params=MODES)
 async def door(request: pytest.FixtureRequest, server: Server, folder: Path) -> AsyncIterator[Door]:
     options = ["--tokenizer", str(folder)] if request.param == "tokens" else []
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -208,15 +210,13 @@ async def test_every_client_plays_and_its_episodes_are_exact_and_trainable(door:
         trajectories = [episode.trajectory for episode in episodes]
         check_exact(door, folder, trajectories)
         metrics = update_with(folder, trajectories)
-        shapes = Counter(
-            (e.played.agent, style_of(e.trajectory), len(e.trajectory.segments), e.trajectory.drifts) for e in episodes
-        )
-        print(client.name, dict(shapes), {e.played.answer for e in episodes}, metrics["parity_max_abs"])
+        shapes = Counter((style_of(t), f"{len(t.segments)} segments", f"{t.drifts} drifts") for t in trajectories)
+        print(client.name, dict(shapes), f"parity {metrics['parity_max_abs']:.1e}")
         assert metrics["parity_tokens"] == sum(t.policy_tokens for t in trajectories)
         assert metrics["parity_max_abs"] < FLOAT32_NATS
 
 
-@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("door", "faults"), zip(MODES, FAULTS.values(), strict=True), ids=FAULTS, indirect=["door"])
 async def test_what_an_sdk_repeats_is_one_turn(door: Door, folder: Path, faults: list[Fault]) -> None:
     for client in CLIENTS:
         door.engine.exchanges.clear()

@@ -1,4 +1,4 @@
-"""An agent on the `openai-agents` package: through the responses API, its default, or chat completions, streamed or not."""
+"""An agent on `openai-agents`: through the responses API, its default, or chat completions, streamed or not."""
 
 from typing import Any
 
