@@ -205,6 +205,15 @@ class Endpoint:
         if self.renderer is not None:
             # A chat of one request: what was sampled earlier in these messages is known to `conversation()` alone.
             return await self.conversation().complete(messages, sampling, seed=seed, tools=tools, timeout_s=timeout_s)
+        return await resend_aborted(
+            # A body of its own for each attempt: which weights answer to its model's name goes with the version.
+            lambda left_s: self._complete_chat(self._chat_body(messages, sampling, seed, tools), sampling, left_s),
+            timeout_s,
+        )
+
+    def _chat_body(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int | None, tools: Sequence[ToolSpec]
+    ) -> bytes:
         request = ChatRequest(
             model=self.model,
             messages=wire_messages(messages),
@@ -221,8 +230,7 @@ class Endpoint:
             tools=wire_tools(tools) if tools else (),
             guidance=asked_guidance(sampling, self.dialect),
         )
-        body = _encode(request)
-        return await resend_aborted(lambda left_s: self._complete_chat(body, sampling, left_s), timeout_s)
+        return _encode(request)
 
     async def _complete_chat(self, body: bytes, sampling: Sampling, timeout_s: float) -> Completion:
         sent = self.serving_version

@@ -3,7 +3,7 @@
 Both give the bytes of an OpenAI-compatible reply, whole or in chunks, and the completions that the record is made of.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple, Protocol, cast
 
@@ -62,10 +62,19 @@ class ServerSource:
     """A server's own reply to a request that was edited a little."""
 
     def __init__(
-        self, endpoint: Endpoint, path: str, body: bytes, *, choices: int, timeout_s: float, is_text: bool = False
+        self,
+        endpoint: Endpoint,
+        path: str,
+        make_body: Callable[[], bytes],
+        *,
+        choices: int,
+        timeout_s: float,
+        is_text: bool = False,
     ) -> None:
-        """Args: choices: expected. is_text: of /completions, not of a chat."""
-        self._endpoint, self._path, self._body, self._timeout_s = endpoint, path, body, timeout_s
+        """Args: make_body: called for each attempt, as the model's name goes with the version that answers to it.
+        choices: expected. is_text: of /completions, not of a chat.
+        """
+        self._endpoint, self._path, self._make_body, self._timeout_s = endpoint, path, make_body, timeout_s
         self._is_text = is_text
         self._choices = choices
         self._collected = CollectedText(choices) if is_text else CollectedChat(choices)
@@ -77,7 +86,7 @@ class ServerSource:
 
     async def _ask(self, timeout_s: float) -> Whole:
         self._sent = self._endpoint.serving_version
-        body = await self._endpoint.request(self._path, self._body, timeout_s=timeout_s)
+        body = await self._endpoint.request(self._path, self._make_body(), timeout_s=timeout_s)
         reply = decode_reply(body, text=self._is_text)
         if len(reply.choices) < 1:
             raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
@@ -86,7 +95,7 @@ class ServerSource:
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Ask, and yield the events of the reply."""
         self._sent = self._endpoint.serving_version
-        async with self._endpoint.stream(self._path, self._body, timeout_s=self._timeout_s) as pieces:
+        async with self._endpoint.stream(self._path, self._make_body(), timeout_s=self._timeout_s) as pieces:
             async with aclosing(event_data(pieces)) as events:
                 async for data in events:
                     if data == DONE:

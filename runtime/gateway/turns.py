@@ -71,10 +71,13 @@ class Works:
 
         async def work(exchange: Exchange) -> None:
             drawing = drawing_for(fields, ask, guest.session)
-            sent = text_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect)
-            choices = (ask.n or 1) * _prompts(ask)
             source = ServerSource(
-                endpoint, "/completions", sent, choices=choices, timeout_s=self._timeout_s, is_text=True
+                endpoint,
+                "/completions",
+                lambda: text_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect),
+                choices=(ask.n or 1) * _prompts(ask),
+                timeout_s=self._timeout_s,
+                is_text=True,
             )
             turn = _Turn(guest.session, source, ask, drawing, _text_messages(ask), role, endpoint.secrets)
             await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
@@ -116,8 +119,13 @@ class Works:
         is_servers = isinstance(endpoint, Endpoint) and token_mode_of(endpoint) != "tokens"
         # Guidance is asked for, and recorded, by the endpoint itself.
         if isinstance(endpoint, Endpoint) and is_servers and drawing.sampling.guidance is None:
-            sent = chat_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect)
-            source = ServerSource(endpoint, "/chat/completions", sent, choices=ask.n or 1, timeout_s=self._timeout_s)
+            source = ServerSource(
+                endpoint,
+                "/chat/completions",
+                lambda: chat_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect),
+                choices=ask.n or 1,
+                timeout_s=self._timeout_s,
+            )
         else:
             envelope = Envelope(self._next_id("chatcmpl-"), int(time.time()), self._model())
             source = RenderedSource(session, endpoint, fields, ask, drawing, chat, envelope, timeout_s=self._timeout_s)

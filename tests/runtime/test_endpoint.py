@@ -293,6 +293,7 @@ async def test_a_generation_that_was_aborted_for_new_weights_is_sent_again_under
         reply["choices"][0].pop("policy_versions")  # as of servers that do not say
         if next(answers) < aborts:
             endpoint.policy_version += 1
+            endpoint.model = f"policy-{endpoint.policy_version}"  # where each version has a name of its own
             reply["choices"][0]["finish_reason"] = "abort"
         return Reply(200, {}, msgspec.json.encode(reply))
 
@@ -302,6 +303,7 @@ async def test_a_generation_that_was_aborted_for_new_weights_is_sent_again_under
     assert (completion.version_sent, completion.version_received) == (aborts, aborts)
     assert set(completion.versions) == {aborts}
     assert len(transport.requests) == aborts + 1
+    assert transport.requests[-1][1]["model"] == f"policy-{aborts}"
 
 
 async def test_an_aborted_generation_is_an_error_not_a_completion():

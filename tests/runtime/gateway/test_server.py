@@ -400,3 +400,20 @@ async def test_a_reply_that_the_server_gave_up_is_asked_for_again_and_no_stream_
         assert events(text)[-1]["error"]["code"] == "upstream_failed"
         assert '"abort"' not in text
         assert (len(door.server.requests), session.turns) == (3, 1)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), ("/v1/completions", {"prompt": [1, 2]})])
+async def test_a_reply_that_is_asked_for_again_is_asked_of_the_weights_whose_version_it_gets(path, body):
+    finishes = ["abort", "stop"]
+
+    def say(_):
+        if len(finishes) == 2:
+            door.endpoint.policy_version, door.endpoint.model = 1, "policy-1"
+        return Said("one two", finish_reason=finishes.pop(0))
+
+    async with door_to(say, endpoint={"model": "policy-0"}) as door:
+        door.server.policy_version = 1
+        session = door.session()
+        assert (await door.post(path, session.key, body))[0] == 200
+        assert [request["model"] for request in door.server.requests] == ["policy-0", "policy-1"]
+        assert session.seal().turns[0].version_sent == 1
