@@ -216,7 +216,9 @@ async def test_every_client_plays_and_its_episodes_are_exact_and_trainable(door:
         assert metrics["parity_max_abs"] < FLOAT32_NATS
 
 
-@pytest.mark.parametrize(("door", "faults"), zip(MODES, FAULTS.values(), strict=True), ids=FAULTS, indirect=["door"])
+@pytest.mark.parametrize(
+    ("door", "faults"), list(zip(MODES, FAULTS.values(), strict=True)), ids=FAULTS, indirect=["door"]
+)
 async def test_what_an_sdk_repeats_is_one_turn(door: Door, folder: Path, faults: list[Fault]) -> None:
     for client in CLIENTS:
         door.engine.exchanges.clear()
