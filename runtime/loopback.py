@@ -53,7 +53,8 @@ class Loopback:
         for entrance in self._entrances:
             if entrance.loop is loop:
                 return entrance
-        self._entrances = [each for each in self._entrances if not each.loop.is_closed()]
+        # In place: entrances remove themselves from this very list.
+        self._entrances[:] = [each for each in self._entrances if not each.loop.is_closed()]
         entrance = _Entrance(self._open_gateway, self._request_timeout_s, self._entrances.remove)
         self._entrances.append(entrance)
         return entrance

@@ -127,3 +127,21 @@ async def test_a_loopback_closed_before_its_first_step_leaves_no_socket():
     await runtime.aclose()
     assert runtime._loopback._entrances == []
     session.seal()
+
+
+def test_a_door_that_was_closed_opens_anew_though_another_loop_has_one_too():
+    runtime = Runtime(FakeEndpoint(lambda _: "4"))
+
+    async def url():
+        await asyncio.sleep(0)
+        return runtime._loopback.base_url
+
+    with asyncio.Runner() as one, asyncio.Runner() as other:
+        first, others = one.run(url()), other.run(url())
+        one.run(runtime.aclose())
+        assert one.run(url()) not in (first, others)
+        assert other.run(url()) == others
+        assert one.run(runtime.rollout(Agent(guess), TASK)).end is End.success
+        for runner in (one, other):
+            runner.run(runtime.aclose())
+    assert runtime._loopback._entrances == []
