@@ -182,13 +182,13 @@ class Exchanges:
             self._refused.clear()
         self._refused[key] += 1
 
-    def close(self) -> None:
-        """Cancel what is under way and forget everything; those attached are told."""
+    def close(self, why: RequestError) -> None:
+        """Cancel what is under way and forget everything; those attached are told why."""
         pending, self._pending = self._pending, OrderedDict()
         self._delivered.clear()
         self._refused.clear()
         for exchange in pending:
-            _cancel(exchange, RequestError("session is sealed: its episode is over", status=409, code="session_sealed"))
+            _cancel(exchange, why)
 
     def _drop_abandoned(self) -> None:
         abandoned = [exchange for exchange in self._pending if not exchange.attached]

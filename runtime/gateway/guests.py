@@ -7,6 +7,7 @@ from turngate.runtime.deadline import Alarm
 from turngate.runtime.gateway.config import GatewayConfig
 from turngate.runtime.gateway.exchange import Exchanges
 from turngate.runtime.lru import LRU
+from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.session import Session
 
 __all__ = ["Guest", "Guests"]
@@ -64,12 +65,14 @@ class Guests:
         guest = self._guests.get(session.key)
         if guest is not None and guest.session is session:
             del self._guests[session.key]
-            guest.exchanges.close()
+            sealed = RequestError("session is sealed: its episode is over", status=409, code="session_sealed")
+            guest.exchanges.close(sealed)
 
     async def aclose(self) -> None:
         """Cancel everything under way, and wait for it."""
+        closed = RequestError("the gateway was closed", status=503, kind="server_error", code="gateway_closed")
         for guest in self:
-            guest.exchanges.close()
+            guest.exchanges.close(closed)
         self._guests.clear()
         tasks = list(self.tasks)
         for task in tasks:

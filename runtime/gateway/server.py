@@ -145,9 +145,12 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Stop: requests under way are cancelled, and those that wait for them are told. Sessions stay open."""
-        await self._guests.aclose()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        try:
+            await self._guests.aclose()  # first, so that those who wait are answered before their connections go
+        finally:
+            if self._runner is not None:
+                await self._runner.cleanup()
+            await self._guests.aclose()  # of what came in the meantime
 
     def _listen(self) -> socket.socket:
         config = self.config
@@ -228,7 +231,7 @@ class Gateway:
     def _exchange(self, http: web.Request, guest: Guest, key: str, digest: str, make: Callable[[], Work]) -> Exchange:
         """Return the exchange of a request, attached to: an earlier one, or one that begins now."""
         exchanges = guest.exchanges
-        is_named = "Idempotency-Key" in http.headers
+        is_named = bool(http.headers.get("Idempotency-Key"))
         is_retry = http.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             exchange = exchanges.find(key, is_named=is_named, is_retry=is_retry)

@@ -260,3 +260,12 @@ async def test_a_refusal_stands_for_one_new_request_only():
         first = await door.post(CHAT_PATH, session.key)  # by an agent that asks again by itself
         assert (await door.post(CHAT_PATH, session.key, headers=RETRY))[1] == first[1]
         assert session.turns == 1
+
+
+async def test_a_name_that_is_empty_is_none():
+    async with door_to(counted()) as door:
+        session = door.session()
+        for number in (1, 2):
+            reply = await door.post(CHAT_PATH, session.key, headers={"Idempotency-Key": ""})
+            assert content_of(reply[1]) == f"answer {number}"
+        assert session.turns == 2

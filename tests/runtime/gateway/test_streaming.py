@@ -149,10 +149,33 @@ async def test_a_session_that_ends_tells_whoever_waits():
     assert (status, told["error"]["code"]) == (409, "session_sealed")
 
 
-async def test_a_gateway_that_closes_tells_whoever_waits():
+async def test_a_gateway_that_closes_tells_whoever_waits_and_leaves_the_session_open():
     async with door_to() as door:
+        session = door.session()
         door.server.before_answer = asyncio.Event().wait
-        waiting = asyncio.create_task(door.post(CHAT_PATH, door.session().key))
+        waiting = asyncio.create_task(door.post(CHAT_PATH, session.key))
         await until(lambda: door.server.open == 1)
         await door.gateway.aclose()
-        assert (await waiting)[0] in (409, 503)
+        status, told, _ = await waiting
+    assert (status, told["error"]["code"]) == (503, "gateway_closed")
+    assert session.state == "open"
+
+
+async def test_what_comes_while_a_gateway_closes_is_not_left_behind():
+    async with door_to() as door:
+        session = door.session()
+        door.server.before_answer = asyncio.Event().wait
+        late: list[asyncio.Task[object]] = []
+
+        async def slow_to_end() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                late.append(asyncio.create_task(door.post(CHAT_PATH, session.key)))
+                await until(lambda: late[0].done() or door.server.open == 1)
+
+        door.gateway._guests.tasks.add(asyncio.create_task(slow_to_end()))
+        await asyncio.sleep(0)
+        await door.gateway.aclose()
+        assert [task for task in door.gateway._guests.tasks if not task.done()] == []
+        await asyncio.gather(*late, return_exceptions=True)
