@@ -11,6 +11,7 @@ from turngate.envs.base import End, EnvFactory, Task
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.errors import ConfigError, EnvError, ToolError
 from turngate.runtime.foreign import ForeignCalls
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.limits import Limits
 from turngate.runtime.session import Session
 from turngate.runtime.session_table import SessionTable
@@ -67,12 +68,18 @@ AgentOrEnv: TypeAlias = EnvFactory | Agent
 
 
 def check_agent_run(
-    env: AgentOrEnv, *, restarts: object = None, injection: object = None, keep_snapshots: bool = False
+    env: AgentOrEnv,
+    *,
+    restarts: object = None,
+    injection: object = None,
+    branching: object = None,
+    keep_snapshots: bool = False,
 ) -> None:
     """Refuse what needs a look inside the loop, which an agent keeps to itself. Raises ConfigError."""
     if not isinstance(env, Agent):
         return
-    wanted = {"restarts": restarts is not None, "injection": injection is not None, "keep_snapshots": keep_snapshots}
+    given = {"restarts": restarts, "injection": injection, "branching": branching}
+    wanted = {name: value is not None for name, value in given.items()} | {"keep_snapshots": keep_snapshots}
     if found := [name for name, is_wanted in wanted.items() if is_wanted]:
         raise ConfigError(
             f"{' and '.join(found)} must go with an environment: got {env!r}, which runs its own loop and can neither "
@@ -93,6 +100,7 @@ async def run_agent(
     member: int = 0,
     trajectory_id: str = "",
     last_contexts: bool = False,
+    guidance: Guidance | None = None,
 ) -> Trajectory:
     """Play one episode of `task` and return it, however it ended. Args: as of `run_rollout`.
 
@@ -111,6 +119,7 @@ async def run_agent(
         sampling=sampling,
         timeout_s=math.inf,  # it ends with this coroutine
         last_contexts=last_contexts,
+        guidance=guidance,
     )
     deadline = Deadline()
     calls = ForeignCalls(f"trajectory {session.id}", deadline, grace_s=limits.close_timeout_s)

@@ -1,11 +1,10 @@
 """The parts of one training run, wired together, and the steps that its loop takes."""
 
 import asyncio
-import gc
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ import anyio.to_thread
 import msgspec
 
 from turngate.envs.base import Task
-from turngate.runtime.agent import AgentOrEnv
+from turngate.runtime.agent import Agent, AgentOrEnv
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.conversation import token_mode_of
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.events import UpdateFinished, WeightsPublished
 from turngate.runtime.files import write_atomically
+from turngate.runtime.garbage import rare_collections
 from turngate.runtime.gauges import RunGauges
+from turngate.runtime.group_branching import Branching, GroupBrancher
 from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger, LedgerTotals
@@ -87,6 +88,7 @@ async def open_run(
     *,
     restarts: Restarts | None = None,
     injection: Injection | None = None,
+    branching: Branching | None = None,
     resume: bool,
 ) -> AsyncGenerator["Run"]:
     """Start the parts, from the newest checkpoint when resuming; save one more checkpoint when the run is cut short."""
@@ -94,7 +96,8 @@ async def open_run(
     served = max(runtime.endpoint.policy_version, await publisher.served_version())
     version = _first_version(progress, served)
     described = _describe(runtime, env, tasks, learner, config)
-    folder.write_json("config.json", described | {"restarts": repr(restarts), "injection": repr(injection)})
+    extras = {"restarts": repr(restarts), "injection": repr(injection), "branching": repr(branching)}
+    folder.write_json("config.json", described | extras)
     async with start_learner(learner, mode=config.worker) as worker, LoopLagMeter() as loop_lag:
         await worker.load(checkpoint)
         gauges = RunGauges(runtime.slots, loop_lag, is_mistake=restarts.finds_mistake if restarts is not None else None)
@@ -116,6 +119,8 @@ async def open_run(
             on_stale=lambda group: run.collector.drop_stale(group),
             keep_stale=_STALE_BATCHES * config.groups_per_batch if getattr(learner, "wants_stale", False) else 0,
         )
+        if branching is not None and not isinstance(env, Agent):
+            run.brancher = GroupBrancher(branching, runtime, env, seed=config.seed)
         collector = Collector(
             runtime,
             env,
@@ -127,13 +132,14 @@ async def open_run(
             last_contexts=getattr(learner, "needs_last_context", False),
             restarts=run.restarts,
             injection=injection,
+            brancher=run.brancher,
         )
         run.connect(buffer, stream, collector)
         if checkpoint is None:
             await run.checkpoint()  # so that whatever happens next, the run can be resumed
         try:
             with (
-                _rare_collections(),
+                rare_collections(),
                 gauges.hearing(runtime.events),
                 MetricsWriter(folder.path / "events.jsonl", runtime.events, flush_every=_FLUSH_LINES) as events,
             ):
@@ -180,20 +186,6 @@ async def _save_last(run: "Run", error: BaseException, timeout_s: float) -> None
     error.add_note(note)
 
 
-@contextmanager
-def _rare_collections() -> Generator[None]:
-    """Let the garbage collector run seldom: with thousands of live agents it took a quarter of the loop's CPU."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
-
-
 class Run:
     """One training run: its parts, and the steps that `train` takes with them."""
 
@@ -205,6 +197,7 @@ class Run:
     _unrecorded: tuple[Batch, UpdateReport] | None  # trained on, without its row of metrics yet
     history: list[dict[str, Any]]
     restarts: RestartStore | None
+    brancher: GroupBrancher | None
 
     def __init__(
         self,
@@ -222,7 +215,7 @@ class Run:
         self.ledger = Ledger(progress.ledger)
         self._batch = self._unrecorded = None
         self.history = []
-        self.restarts = None
+        self.restarts = self.brancher = None
         self.learner_kind = ""
         self.gauges = gauges
         self.started_s = time.monotonic()
@@ -256,7 +249,7 @@ class Run:
     async def learn(self, batch: Batch) -> UpdateReport:
         """Take one policy update on it."""
         with self.gauges.learning():
-            report = await self.worker.update(batch)
+            report = await self.worker.update(self.collector.with_continuations(batch))
         self._settle(batch)
         self._unrecorded = batch, report
         return report
@@ -363,6 +356,8 @@ class Run:
         row = {"update": update, "policy_version": version, **row}
         if self.restarts is not None:
             row |= self.restarts.metrics()
+        if self.brancher is not None:
+            row |= self.brancher.metrics()
         for name, value in report.metrics.items():
             while name in row:  # ours are what resuming and plots read, and the learner's must not be lost
                 name = f"learner_{name}"

@@ -15,12 +15,13 @@ from turngate.runtime.agent import AgentOrEnv
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.errors import ConfigError, EndpointError, EnvError, ToolError
 from turngate.runtime.events import GroupDropped, GroupFinished
+from turngate.runtime.group_branching import GroupBrancher
 from turngate.runtime.injection import Injection
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.restarts import RestartPoint, RestartStore
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
-from turngate.runtime.types import Group, Trajectory
+from turngate.runtime.types import Batch, Group, Trajectory
 
 __all__ = ["Collection", "Collector", "TaskStream"]
 
@@ -129,6 +130,7 @@ class Collector:
     _last_failure: tuple[type[EnvError | ToolError | EndpointError], str]  # of a rollout
     _has_trainable: bool  # whether any rollout could be trained on so far
     _requeue_counts: dict[str, int]  # by task id: groups of it that came to nothing
+    _continuations: dict[int, tuple[Group, ...]]  # by order: groups to train on beside those in the buffer
 
     def __init__(
         self,
@@ -143,13 +145,16 @@ class Collector:
         last_contexts: bool = False,
         restarts: RestartStore | None = None,
         injection: Injection | None = None,
+        brancher: GroupBrancher | None = None,
     ) -> None:
         """Wire the parts; `run` does the work. `last_contexts` is for every rollout, as in `run_rollout`.
 
         Args: restarts: states that some groups start from; fed by the others.
             injection: acts in some turns of groups from task starts; those from a kept state are left alone.
+            brancher: values the turns of every group before the buffer has it.
         """
         self._last_contexts, self._restarts, self._injection = last_contexts, restarts, injection
+        self._brancher, self._continuations = brancher, {}
         self._runtime, self._env, self._tasks = runtime, env, tasks
         self._buffer, self._ledger, self._config, self._seed = buffer, ledger, config, seed
         self.started_groups = {}
@@ -175,6 +180,7 @@ class Collector:
     def drop_stale(self, group: Group) -> None:
         """Count a group that the buffer discarded as too old, and run its task again."""
         self._ledger.drop([t.id for t in group.trajectories], "stale")
+        self._continuations.pop(group.order, None)
         staleness = self._buffer.policy_version - group.version_range()[0]
         is_restart = group.restarted_from is not None
         self._give_up(group.order, group.task, "stale", group.trajectories, staleness, requeue=not is_restart)
@@ -186,9 +192,15 @@ class Collector:
     def consumed(self, groups: Sequence[Group]) -> None:
         """Forget groups that the learner has trained on."""
         for group in groups:
+            self._continuations.pop(group.order, None)
             if group.restarted_from is None:
                 self.started_groups.pop(group.order, None)
                 self._requeue_counts.pop(group.task.id, None)
+
+    def with_continuations(self, batch: Batch) -> Batch:
+        """Return the batch with the continuations of its groups, which are younger than these, if they are to train."""
+        more = [extra for group in batch.groups for extra in self._continuations.get(group.order, ())]
+        return msgspec.structs.replace(batch, groups=(*batch.groups, *more)) if more else batch
 
     def _next_job(self, order: int) -> _Job:
         """Return what a submitted group runs: a kept state, or the start of the stream's next task."""
@@ -229,6 +241,8 @@ class Collector:
                 return
             group = Group(id=job.group_id, task=task, order=order, trajectories=tuple(members))
             self._learn_restarts(group, start)
+            if self._brancher is not None:  # its rollouts have given their slots back
+                group, self._continuations[order] = await self._brancher.value(group)
             self._ledger.admit(ids)
             self._group_failures = 0
             stored = True
@@ -241,6 +255,7 @@ class Collector:
             raise
         finally:
             if not stored:
+                self._continuations.pop(order, None)
                 self._buffer.withdraw(order)
 
     async def _run_member(self, job: _Job, member: int, members: list[Trajectory]) -> None:
@@ -265,7 +280,7 @@ class Collector:
                     group_id=group_id,
                     member=member,
                     trajectory_id=trajectory_id,
-                    keep_snapshots=self._restarts is not None and is_root,
+                    keep_snapshots=self._brancher is not None or (self._restarts is not None and is_root),
                     last_contexts=self._last_contexts,
                     start=job.start,
                     injection=self._injection if is_root else None,

@@ -9,6 +9,7 @@ from turngate.envs.base import Task
 from turngate.runtime.agent import AgentOrEnv, check_agent_run
 from turngate.runtime.capabilities import check_trainable
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.group_branching import Branching
 from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner, check_learner
 from turngate.runtime.restarts import Restarts, check_restarts
@@ -45,6 +46,7 @@ async def train(
     stop_timeout_s: float = 120.0,
     restarts: Restarts | None = None,
     injection: Injection | None = None,
+    branching: Branching | None = None,
     resume: bool = False,
     seed: int = 0,
 ) -> TrainReport:
@@ -58,6 +60,7 @@ async def train(
     Args: collection: how failures are refilled; replaces `group_size`.
         restarts: start some groups from states reached through mistakes; the environment must be a SnapshotEnv.
         injection: let something else act in the policy's place now and then, in groups from task starts.
+        branching: value the turns of every group by playing on from them; the environment must be a SnapshotEnv.
     Raises: ConfigError: what was asked for cannot work. LearnerError, PublishError, EndpointError, EnvError: the part
         named failed for good; the newest checkpoint is kept.
     """
@@ -65,11 +68,13 @@ async def train(
     if publisher is None:
         raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
     check_trainable(runtime.endpoint, runtime.sampling)
-    check_learner(learner, runtime.sampling, max_staleness, runtime.scorers.names, runtime.guidance)
     _check_kind("restarts", restarts, Restarts)
     _check_kind("injection", injection, Injection)
+    _check_kind("branching", branching, Branching)
+    scores = (*runtime.scorers.names, *(branching.scores if branching is not None else ()))
+    check_learner(learner, runtime.sampling, max_staleness, scores, runtime.guidance)
     check_restarts(restarts, runtime.scorers.names)
-    check_agent_run(env, restarts=restarts, injection=injection)
+    check_agent_run(env, restarts=restarts, injection=injection, branching=branching)
     config = TrainConfig(
         updates=updates,
         groups_per_batch=groups_per_batch,
@@ -93,6 +98,7 @@ async def train(
             config,
             restarts=restarts,
             injection=injection,
+            branching=branching,
             resume=resume,
         )
         async with opened as run:

@@ -1,0 +1,212 @@
+"""Branches that teach: values of a finished group's turns before it is trained on, and continuations as episodes.
+
+finished group -> branch at its turns, behind all rollouts -> V and Q as scores of the turns -> the buffer
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+
+from turngate.envs.base import EnvFactory
+from turngate.runtime.allocation import SequentialStop
+from turngate.runtime.branch_budget import BranchLedger, BranchLimits, Estimand
+from turngate.runtime.branching import Branches, TurnBranches, branch, branch_point
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.runtime import Runtime
+from turngate.runtime.seeds import derive_seed
+from turngate.runtime.types import Group, Trajectory, Turn
+from turngate.runtime.unwrap import single_errors
+
+__all__ = [
+    "MC_Q",
+    "MC_VALUE",
+    "Branching",
+    "GroupBrancher",
+    "continuation_groups",
+    "continuations_of",
+    "with_branch_values",
+]
+
+MC_VALUE = "mc_value"
+"""Score of a turn: V of the state *before* it, a mean over continuations. Other scores judge what a turn led to."""
+MC_Q = "mc_q"
+"""Score of a turn: Q of its action, likewise."""
+_SCORES: dict[Estimand, str] = {"V": MC_VALUE, "Q": MC_Q}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branching:
+    """How the turns of finished groups are valued: `train(..., branching=Branching())`.
+
+    Branches run in the runtime's slots behind every rollout; a group waits for its own and ages meanwhile. One that
+    fails, or that the limits do not admit, costs a value and nothing else.
+    """
+
+    continuations: int = 8
+    """Per turn and estimand."""
+    estimands: Sequence[Estimand] = ("V",)
+    """V of the state before a turn is what `GRPO(credit="vine")` reads. States that members share are valued once."""
+    turns: Callable[[Trajectory], Iterable[int]] | None = None
+    """Which turns, by index; all that the policy took when None. See `allocation.highest` and `turn_surprisal`."""
+    stop: SequentialStop | None = None
+    limits: BranchLimits | None = None
+    """Caps on all branches of this process; a run that is resumed counts anew."""
+    train_on: bool = False
+    """Let the continuations train the policy beside the groups: samples of the policy from the state before a turn, of
+    which only their own turns train, compared with each other alone."""
+
+    def __post_init__(self) -> None:
+        if self.continuations < 1:
+            raise ConfigError(f"continuations must be 1 or more: got {self.continuations} (Branching)")
+        if not self.estimands or any(kind not in _SCORES for kind in self.estimands):
+            raise ConfigError(f"estimands must be Q, V or both: got {self.estimands!r} (Branching)")
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the scores that turns will have."""
+        return tuple(_SCORES[kind] for kind in self.estimands)
+
+
+class GroupBrancher:
+    """Values groups by branching from their turns."""
+
+    # State: the ledger, and the tallies of estimates.
+    ledger: BranchLedger
+    _counted: int  # continuations that count in an estimate
+    _truncated: int  # those of them that were cut short
+    _failed: int  # continuations that say nothing
+
+    def __init__(self, config: Branching, runtime: Runtime, env: EnvFactory, *, seed: int) -> None:
+        """Args: seed: root of all luck in the branches."""
+        self.config, self._runtime, self._env, self._seed = config, runtime, env, seed
+        self.ledger = BranchLedger(config.limits)
+        self._counted = self._truncated = self._failed = 0
+
+    def __repr__(self) -> str:
+        return f"<GroupBrancher {self.config.continuations} continuations, {self.ledger!r}>"
+
+    async def value(self, group: Group) -> tuple[Group, tuple[Group, ...]]:
+        """Return the group with values on its turns and without snapshots, and its continuations if they are to train.
+
+        Cancelled: so are the branches, and their slots and environments are given back.
+        """
+        found: dict[str, dict[Estimand, dict[int, TurnBranches]]] = {t.id: {} for t in group.trajectories}
+        wanted = {t.id: self._turns(t) for t in group.trajectories}
+        first, holders = _shared_states(group, wanted)
+
+        async def run(trajectory: Trajectory, kind: Estimand) -> None:
+            made = await branch(
+                self._runtime,
+                self._env,
+                trajectory,
+                turns=first[trajectory.id] if kind == "V" else wanted[trajectory.id],
+                continuations=self.config.continuations,
+                estimands=[kind],
+                stop=self.config.stop,
+                ledger=self.ledger,
+                seed=derive_seed(self._seed, "branching", trajectory.id),
+            )
+            found[trajectory.id][kind] = made.v if kind == "V" else made.q
+
+        with single_errors():
+            async with anyio.create_task_group() as tg:
+                for trajectory in group.trajectories:
+                    for kind in self.config.estimands:
+                        tg.start_soon(run, trajectory, kind)
+        own = [
+            Branches(trajectory=t, q=found[t.id].get("Q", {}), v=found[t.id].get("V", {})) for t in group.trajectories
+        ]
+        self._count(own)
+        if "V" in self.config.estimands:
+            shared = {t: {turn: found[h]["V"][at] for turn, (h, at) in of.items()} for t, of in holders.items()}
+        else:
+            shared = {t.id: {} for t in group.trajectories}
+        members = (msgspec.structs.replace(one, v=shared[one.trajectory.id]) for one in own)
+        valued = tuple(_without_snapshots(with_branch_values(one)) for one in members)
+        groups = tuple(made for one in own for made in continuation_groups(one, order=group.order))
+        return msgspec.structs.replace(group, trajectories=valued), groups if self.config.train_on else ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what branches have cost since the process began, and how many say less than they should."""
+        ledger = self.ledger
+        return {
+            "branch_rollouts": float(ledger.rollouts),
+            "branch_model_tokens": float(ledger.model_tokens),
+            "branch_env_steps": float(ledger.env_steps),
+            "branch_refused": float(ledger.refused),
+            "branch_failed": float(self._failed),
+            "branch_truncated_fraction": self._truncated / max(self._counted, 1),
+        }
+
+    def _turns(self, trajectory: Trajectory) -> list[int]:
+        if self.config.turns is not None:
+            return list(self.config.turns(trajectory))
+        return [turn.index for turn in trajectory.turns if turn.length]
+
+    def _count(self, branches: Sequence[Branches]) -> None:
+        for found in (found for one in branches for found in (*one.q.values(), *one.v.values())):
+            self._counted += found.estimate.count
+            self._truncated += found.estimate.truncated
+            self._failed += found.failed
+
+
+def with_branch_values(branches: Branches) -> Trajectory:
+    """Return the trajectory with V before each turn and Q of its action among the scores, where they were estimated."""
+
+    def scored(turn: Turn) -> Turn:
+        sides: tuple[tuple[str, dict[int, TurnBranches]], ...] = ((MC_VALUE, branches.v), (MC_Q, branches.q))
+        found = {name: side[turn.index].estimate for name, side in sides if turn.index in side}
+        scores = {name: estimate.mean for name, estimate in found.items() if estimate.count}
+        return msgspec.structs.replace(turn, scores=turn.scores | scores) if scores else turn
+
+    trajectory = branches.trajectory
+    return msgspec.structs.replace(trajectory, turns=tuple(scored(turn) for turn in trajectory.turns))
+
+
+def continuations_of(branches: Branches) -> list[Trajectory]:
+    """Return the continuations that did not fail: episodes of their own, whose prefix is context."""
+    found = (*branches.q.values(), *branches.v.values())
+    return [one for turn in found for one in turn.trajectories if not one.end.is_failure]
+
+
+def continuation_groups(branches: Branches, *, order: int = 0) -> list[Group]:
+    """Return the continuations as groups to train on: one per state, after the recorded action (Q) or before it (V).
+
+    They are never compared with episodes from their task's start. Groups of one are left out.
+    """
+    groups: list[Group] = []
+    for found in (*branches.q.values(), *branches.v.values()):
+        members = tuple(one for one in found.trajectories if not one.end.is_failure)
+        if len(members) > 1:
+            name = f"{branches.trajectory.id}.{found.estimand}{found.turn}"
+            groups.append(Group(id=name, task=branches.trajectory.task, order=order, trajectories=members))
+    return groups
+
+
+def _shared_states(
+    group: Group, wanted: dict[str, list[int]]
+) -> tuple[dict[str, list[int]], dict[str, dict[int, tuple[str, int]]]]:
+    """Return the turns to value by trajectory, and for every turn whose V is its own: (trajectory id, turn).
+
+    Members with one history and one state of the environment have one value: their first turn, above all.
+    """
+    known: dict[object, tuple[str, int]] = {}
+    first: dict[str, list[int]] = {}
+    holders: dict[str, dict[int, tuple[str, int]]] = {}
+    for trajectory in group.trajectories:
+        first[trajectory.id], holders[trajectory.id] = [], {}
+        for turn in wanted[trajectory.id]:
+            point = branch_point(trajectory, turn)
+            state = (point.snapshot, point.messages)
+            if state not in known:
+                known[state] = trajectory.id, turn
+                first[trajectory.id].append(turn)
+            holders[trajectory.id][turn] = known[state]
+    return first, holders
+
+
+def _without_snapshots(trajectory: Trajectory) -> Trajectory:
+    turns = tuple(msgspec.structs.replace(turn, snapshot=None) for turn in trajectory.turns)
+    return msgspec.structs.replace(trajectory, turns=turns)
