@@ -37,7 +37,7 @@ class Policy:
         for weight in self.model.parameters():
             if weight.requires_grad and weight.numel() > 1:
                 scale = max(float(weight.std()), 0.02) * size
-                weight += scale * torch.randn(weight.shape, generator=self._random)
+                weight.add_(torch.randn(weight.shape, generator=self._random), alpha=scale)
         self.model.save_weights(path := self.folder / "new.safetensors")
         return path
 
