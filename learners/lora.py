@@ -20,11 +20,10 @@ from turngate.learners.model_folder import write_model_folder
 from turngate.runtime.engine.weight_file import max_file_bytes, read_weights
 from turngate.runtime.errors import ConfigError, LearnerError, PublishError
 from turngate.runtime.files import write_atomically
+from turngate.runtime.publishers.folders import LORA_KEY
 
 __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "LORA_KEY", "LoRA", "adapter_tensors", "attach", "without_adapters"]
 
-LORA_KEY = "turngate.lora"
-"""Name of the adapter's configuration in the metadata of a weights file."""
 _HARMLESS: tuple[tuple[str, type[Warning]], ...] = (
     ("`is_gradient_checkpointing` is deprecated", FutureWarning),  # peft asks an older transformers' question
     ("fan_in_fan_out is set to False", UserWarning),  # peft corrects it for the layers of GPT-2

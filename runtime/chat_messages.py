@@ -69,13 +69,18 @@ def _message(given: object, where: str) -> Message:
         raise EnvError(f"message must be a Message or a dict: got {given!r:.80} ({where})")
     message = cast(Mapping[str, Any], given)
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise EnvError(f"role must be one of {', '.join(sorted(_ROLES))}: got {role!r:.80} ({where})")
     calls = message.get("tool_calls") or ()
+    if not isinstance(calls, (list, tuple)):
+        raise EnvError(f"tool_calls must be a list: got {calls!r:.80} ({where})")
     return Message(
         role,
         _text(message.get("content"), where),
-        tuple(_tool_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
+        tuple(
+            _tool_call(call, f"{where}.tool_calls[{index}]")
+            for index, call in enumerate(cast("Sequence[object]", calls))
+        ),
         message.get("tool_call_id") or "",
     )
 

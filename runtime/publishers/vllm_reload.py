@@ -36,7 +36,7 @@ class VLLMReload:
     weights can be reused by a request under the new ones. Frozen requests have theirs computed anew.
     """
 
-    # Changed by serve(), keep() and undo(): _serving, _before, _is_broken.
+    # Changed by serve(), keep() and undo(): _serving, _before, _is_loading.
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class VLLMReload:
         self._served_name = model
         self._is_tied = is_tied
         self._serving = self._before = Version(base_model, "0")
-        self._is_broken = False
+        self._is_loading = False
+        """Whether a load was begun and not confirmed."""
 
     def __repr__(self) -> str:
         return f"{self._admin.url}, vLLM reload"

@@ -43,6 +43,8 @@ def test_dictionaries_are_read_as_the_api_spells_them():
         (None, "messages must be a list"),
         (["hi"], r"message must be a Message or a dict: got 'hi' \(session.chat: messages\[0\]\)"),
         ([{"content": "hi"}], "role must be one of assistant, developer, system, tool, user: got None"),
+        ([{"role": ["user"], "content": "hi"}], "role must be one of"),
+        ([{"role": "assistant", "tool_calls": 5}], r"tool_calls must be a list: got 5"),
         ([{"role": "user", "content": 3}], "content must be text or a list of text parts: got 3"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of content must have a text"),
         ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], r"tool call must have .*messages\[0\].tool_calls\[0\]"),
