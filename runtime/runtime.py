@@ -66,7 +66,12 @@ class Runtime:
         self.scorers = scorers if isinstance(scorers, ScorerSet) else ScorerSet(scorers)
         self._loopback = Loopback(self._open_gateway, request_timeout_s=self.limits.request_timeout_s)
         self.sessions = SessionTable(
-            endpoint, limits=self.limits, sampling=self.sampling, events=self.events, door=self._loopback
+            endpoint,
+            limits=self.limits,
+            sampling=self.sampling,
+            events=self.events,
+            door=self._loopback,
+            guidance=guidance,
         )
 
     def __repr__(self) -> str:
@@ -87,12 +92,14 @@ class Runtime:
         seed: int = 0,
         sampling: Sampling | None = None,
         timeout_s: float | None = None,
+        guidance: Guidance | Literal["runtime"] | None = "runtime",
     ) -> Session:
         """Open an episode for an agent of your own, without waiting for a slot; `async with` ends it.
 
         Args: task: what it is about, for the record. id: of its trajectory. seed: of its requests that bring none.
             sampling: pins how replies are drawn, in place of the runtime's. timeout_s: until its deadline;
-            `Limits.rollout_timeout_s` when None.
+            `Limits.rollout_timeout_s` when None. guidance: chooses its replies; `runtime` stands for the runtime's own,
+            None for none.
         """
         return self.sessions.create(
             task,
@@ -101,6 +108,7 @@ class Runtime:
             limits=self.limits,
             sampling=sampling or self.sampling,
             timeout_s=timeout_s,
+            guidance=self.guidance if guidance == "runtime" else guidance,
         )
 
     async def rollout(
@@ -127,6 +135,7 @@ class Runtime:
             guidance: `runtime` stands for the runtime's own, None for none.
             score: let the scorers judge the episode, if it did not fail.
         """
+        guidance = self.guidance if guidance == "runtime" else guidance
         if isinstance(env, Agent):
             check_agent_run(env, restarts=start, injection=injection, keep_snapshots=keep_snapshots)
             trajectory = await run_agent(
@@ -141,6 +150,7 @@ class Runtime:
                 member=member,
                 trajectory_id=trajectory_id,
                 last_contexts=last_contexts,
+                guidance=guidance,
             )
         else:
             trajectory = await run_rollout(
@@ -160,7 +170,7 @@ class Runtime:
                 last_contexts=last_contexts,
                 start=start,
                 injection=injection,
-                guidance=self.guidance if guidance == "runtime" else guidance,
+                guidance=guidance,
             )
         if score and not trajectory.end.is_failure:
             trajectory = await self.scorers.score(trajectory, events=self.events)

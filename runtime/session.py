@@ -23,6 +23,8 @@ from turngate.runtime.errors import (
     SessionSealed,
 )
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
+from turngate.runtime.guidance import Guidance
+from turngate.runtime.guided_conversation import GuidedConversation
 from turngate.runtime.limits import Limits
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session_calls import CallDropped, SessionCalls
@@ -77,6 +79,7 @@ class Session:
         events: Events | None = None,
         last_contexts: bool = False,
         door: Door | None = None,
+        guidance: Guidance | None = None,
         on_sealed: Callable[["Session"], None] | None = None,
     ) -> None:
         """Open a session, inside a running event loop. Args: as of `SessionTable.create`; `on_sealed` must not fail."""
@@ -86,6 +89,8 @@ class Session:
         self._group_id, self._member, self._last_contexts = group_id, member, last_contexts
         self._endpoint, self._calls = endpoint, SessionCalls(conversation_of(endpoint))
         self._events, self._door = events or Events(), door
+        self.guidance = guidance
+        """Chooses its replies among several draws; None when the policy itself speaks."""
         loop = asyncio.get_running_loop()
         self._loop = weakref.ref(loop)
         self._started_s = loop.time()
@@ -146,6 +151,12 @@ class Session:
         """The chat that all its requests go through, so that ids are kept from one to the next."""
         return self._calls.conversation
 
+    def guided(self, guidance: Guidance | None) -> Conversation:
+        """Return the chat as its requests go through it: chosen by `guidance`, or as the policy itself speaks."""
+        if guidance is None:
+            return self.conversation
+        return GuidedConversation(self._endpoint, self.conversation, guidance, task=self.task)
+
     def when_sealed(self, call: Callable[["Session"], None]) -> None:
         """Have `call` called once the session is sealed, or now, when it is; for those who hold something for it.
 
@@ -202,7 +213,8 @@ class Session:
             await self.look_ahead(chat, offered)
             raise
         asked_s, drawn = self._now(), self.allowed_sampling(sampling)
-        completion = await self._ask(chat, drawn, offered, self.next_seed() if seed is None else seed)
+        seed = self.next_seed() if seed is None else seed
+        completion = await self._ask(chat, drawn, offered, seed, guidance=self.guidance)
         waited_s = self._now() - asked_s
         try:
             recorded = self.record([completion], role=role, messages=chat, sampling=drawn, model_s=waited_s)
@@ -272,7 +284,7 @@ class Session:
             return False
         now_s = self._now()
         if self.sampling is None and (why := why_not_trained(sampling)):
-            self._recorder.refuse_training(f"{why} (turn {len(self._turns)})")
+            self.refuse_training(why)
         if not self._turns:
             self._first_observation = said_last(messages)
         is_whole = True
@@ -289,6 +301,10 @@ class Session:
         self._requests += 1
         self._verdict.delivered()
         return is_whole
+
+    def refuse_training(self, why: str) -> None:
+        """Make the record one that cannot be trained on, because of the next turn; the first reason stays."""
+        self._recorder.refuse_training(f"{why} (turn {len(self._turns)})")
 
     async def look_ahead(self, chat: tuple[Message, ...], tools: Sequence[ToolSpec]) -> None:
         """Learn the ids of a request that a limit forbids, when value estimates are to bootstrap from there.
@@ -341,10 +357,16 @@ class Session:
     # Steps of the above.
 
     async def _ask(
-        self, chat: tuple[Message, ...], sampling: Sampling, tools: Sequence[ToolSpec], seed: int
+        self,
+        chat: tuple[Message, ...],
+        sampling: Sampling,
+        tools: Sequence[ToolSpec],
+        seed: int,
+        guidance: Guidance | None = None,
     ) -> Completion:
+        through, timeout_s = self.guided(guidance), self.limits.request_timeout_s
         try:
-            return await self._calls.ask(chat, sampling, tools, seed, self.limits.request_timeout_s)
+            return await self._calls.ask(chat, sampling, tools, seed, timeout_s, through=through)
         except CallDropped:
             raise self._sealed("requests") from None
         except EndpointError as error:

@@ -32,9 +32,16 @@ class SessionCalls:
         return len(self._scopes)
 
     async def ask(
-        self, chat: Sequence[Message], sampling: Sampling, tools: Sequence[ToolSpec], seed: int, timeout_s: float
+        self,
+        chat: Sequence[Message],
+        sampling: Sampling,
+        tools: Sequence[ToolSpec],
+        seed: int,
+        timeout_s: float,
+        *,
+        through: Conversation | None = None,
     ) -> Completion:
-        """Sample a completion. Cancelled: the request is dropped.
+        """Sample a completion, by way of another conversation where one is given. Cancelled: the request is dropped.
 
         Raises: CallDropped: `drop_all` was called meanwhile. EndpointError: the server failed. EnvError: no request can
             carry these messages.
@@ -43,7 +50,8 @@ class SessionCalls:
         self._scopes.add(scope)
         try:
             with scope:
-                return await self.conversation.complete(chat, sampling, seed=seed, tools=tools, timeout_s=timeout_s)
+                asked = self.conversation if through is None else through
+                return await asked.complete(chat, sampling, seed=seed, tools=tools, timeout_s=timeout_s)
         except DeadlineExceeded as error:
             if not scope.expired:
                 raise  # somebody else's

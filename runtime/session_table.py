@@ -4,6 +4,7 @@ import asyncio
 import math
 import secrets
 import weakref
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,7 @@ from turngate.runtime.door import Door
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import ConfigError, SessionSealed
 from turngate.runtime.events import Events
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.limits import Limits
 from turngate.runtime.lru import LRU
 from turngate.runtime.session import Session
@@ -54,11 +56,12 @@ class SessionTable:
         sampling: Sampling | None = None,
         events: Events | None = None,
         door: Door | None = None,
+        guidance: Guidance | None = None,
     ) -> None:
         """Args: sampling: pins how replies are drawn, whatever agents ask for; None leaves it to them. door: where
-        agents that speak HTTP find the sessions.
+        agents that speak HTTP find the sessions. guidance: chooses every reply of sessions that are not told otherwise.
         """
-        self.endpoint, self.sampling, self.door = endpoint, sampling, door
+        self.endpoint, self.sampling, self.door, self.guidance = endpoint, sampling, door, guidance
         self.limits, self.events = limits or Limits(), events or Events()
         self._sessions, self._alarms, self._loop = {}, {}, None
         self._ended = LRU(_SEALED_KEPT)
@@ -84,6 +87,7 @@ class SessionTable:
         sampling: Sampling | None = None,
         timeout_s: float | None = None,
         last_contexts: bool = False,
+        guidance: Guidance | Literal["table"] | None = "table",
     ) -> Session:
         """Open a session in the running event loop; whoever makes it seals it, its deadline does so otherwise.
 
@@ -92,6 +96,7 @@ class SessionTable:
             limits, sampling: instead of the table's own.
             timeout_s: until the deadline; `Limits.rollout_timeout_s` when None, never when infinite.
             last_contexts: when a limit of turns or tokens refuses a `chat`, learn its ids nevertheless.
+            guidance: chooses its replies; `table` stands for the table's own, None for none.
         Raises: ConfigError: the key is in use.
         """
         loop = asyncio.get_running_loop()
@@ -117,6 +122,7 @@ class SessionTable:
             events=self.events,
             last_contexts=last_contexts,
             door=self.door,
+            guidance=self.guidance if guidance == "table" else guidance,
             on_sealed=self._forget,
         )
         self._sessions[key] = session

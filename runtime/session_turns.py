@@ -44,6 +44,8 @@ class SessionTurns:
             role=role,
             version_sent=completion.version_sent,
             version_received=completion.version_received,
+            guided_tokens=completion.guided_tokens,
+            decision=completion.decision,
             model_s=model_s,
         )
         self._turns.append(turn)
