@@ -13,19 +13,43 @@ from turngate.runtime.types import Sampling
 __all__ = ["SHAPING", "Drawing", "drawing_for"]
 
 SHAPING = (
+    "allowed_token_ids",
+    "bad_words",
     "best_of",
+    "dry_multiplier",
+    "dynatemp_range",
     "frequency_penalty",
     "length_penalty",
     "logit_bias",
+    "logits_processors",
     "min_p",
     "min_tokens",
+    "mirostat",
     "presence_penalty",
+    "repeat_penalty",
     "repetition_penalty",
     "typical_p",
     "use_beam_search",
+    "xtc_probability",
 )
 """What else changes the distribution: where the session pins its sampling, the agent has no say in it."""
-_NOTHING = (b"null", b"0", b"0.0", b"{}", b"false")
+_CONSTRAINING = (
+    "grammar",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "json_schema",
+    "response_format",
+    "structured_outputs",
+    "tool_choice",
+)
+"""What only lets some tokens pass. Agents live on the shape of such replies, so it goes to the server even where the
+session pins its sampling; but log-probs among the tokens that may pass are not the policy's."""
+_FREE = (b"null", b"{}", b'{"type":"text"}', b'"none"', b'"auto"')
+"""Values of these that let all pass."""
+_NOTHING = (b"null", b"0", b"0.0", b"{}", b"[]", b"false")
+_AROUND_ONE = ("best_of", "length_penalty", "repeat_penalty", "repetition_penalty", "typical_p")
 _UNIT = (b"null", b"1", b"1.0")
 _DEFAULT_MAX_TOKENS = 1024
 """Where ids are sent, servers need a cap; an agent that names none gets this one."""
@@ -41,6 +65,8 @@ class Drawing(NamedTuple):
     is_known: bool
     """False when fields that we do not know the meaning of shape the distribution too."""
     seed: int | None
+    constrained_by: str
+    """The field that lets only some tokens pass; empty when all may."""
 
     @property
     def recorded(self) -> Sampling | None:
@@ -72,9 +98,14 @@ def drawing_for(fields: Fields, ask: ChatAsk | TextAsk, session: Session) -> Dra
         pinned is not None,
         pinned is not None or not any(_shapes(name, fields[name]) for name in SHAPING if name in fields),
         session.next_seed() if ask.seed is None else ask.seed,
+        next((name for name in _CONSTRAINING if name in fields and _constrains(fields[name])), ""),
     )
 
 
 def _shapes(name: str, value: msgspec.Raw) -> bool:
-    neutral = _UNIT if name in ("best_of", "length_penalty", "repetition_penalty", "typical_p") else _NOTHING
+    neutral = _UNIT if name in _AROUND_ONE else _NOTHING
     return bytes(value) not in neutral
+
+
+def _constrains(value: msgspec.Raw) -> bool:
+    return bytes(value).translate(None, b" \n\r\t") not in _FREE

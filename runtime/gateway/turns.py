@@ -220,6 +220,10 @@ class _Turn:
         def record() -> None:
             if not self._is_turn:
                 return
+            if by := self._drawing.constrained_by:
+                self.session.refuse_training(
+                    f"the agent let only some tokens pass, by {by}: log-probs among these are not the policy's"
+                )
             try:
                 self.session.record(
                     completions,

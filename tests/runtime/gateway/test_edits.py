@@ -62,7 +62,17 @@ async def test_the_cap_shrinks_to_what_the_episode_has_left_under_the_name_the_a
     assert "max_tokens" not in edited({})[0]
 
 
-@pytest.mark.parametrize("neutral", [{"frequency_penalty": 0}, {"logit_bias": {}}, {"repetition_penalty": 1.0}])
+async def test_samplers_of_one_vendor_alone_are_shapes_too():
+    asked = {"mirostat": 2, "repeat_penalty": 1.1, "bad_words": ["no"]}
+    own, drawing = edited(asked)
+    pinned, _ = edited(asked, sampling=PINNED)
+    assert {name: own[name] for name in asked} == asked
+    assert (drawing.is_known, set(asked) & set(pinned)) == (False, set())
+
+
+@pytest.mark.parametrize(
+    "neutral", [{"frequency_penalty": 0}, {"logit_bias": {}}, {"repetition_penalty": 1.0}, {"bad_words": []}]
+)
 async def test_shaping_fields_that_ask_for_nothing_leave_the_sampling_known(neutral):
     assert edited(neutral)[1].is_known
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tests.runtime.gateway.doors import ADMIN, CHAT, door_to, events
+from tests.runtime.gateway.doors import ADMIN, CHAT, TOOLS, door_to, events
 from turngate.envs.base import End
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.gateway import Gateway, GatewayConfig
@@ -62,6 +62,27 @@ async def test_structured_output_is_recorded():
         session = door.session()
         await door.post(CHAT_PATH, session.key, {**CHAT, "response_format": {"type": "json_object"}})
         assert session.seal().turns[0].text == '{"answer": 4}'
+
+
+@pytest.mark.parametrize(
+    ("asked", "by"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"response_format": {"type": "text"}, "tools": TOOLS, "tool_choice": "auto", "guided_json": None}, ""),
+    ],
+)
+async def test_a_reply_of_which_only_some_tokens_could_pass_is_none_to_train_on(asked, by):
+    async with door_to() as door:
+        session = door.session()
+        assert session.sampling is not None
+        await door.post(CHAT_PATH, session.key, {**CHAT, **asked})
+        assert all(door.server.requests[0][name] == value for name, value in asked.items())
+        trajectory = session.seal()
+    assert trajectory.policy_tokens == 6
+    assert trajectory.trainable is (by == "")
+    assert f"by {by}:" in trajectory.untrainable_because or by == ""
 
 
 @pytest.mark.parametrize("where", ["bearer", "path", "header", "suffix", "model", "role header"])
