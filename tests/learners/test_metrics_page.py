@@ -28,6 +28,7 @@ CASES: dict[str, tuple[type[PolicyLearner], dict[str, Any]]] = {
     "GRPO": (GRPO, {"kl_coef": 0.1, "hacking": CANARY}),
     "step groups": (GRPO, {"credit": StepGroups()}),
     "turn index": (GRPO, {"credit": "turn_index"}),
+    "vine": (GRPO, {"credit": "vine"}),
     "bi-level PPO": (PPO, {"credit": GAEConfig(level="bilevel"), "mistake_drop": 1e-3}),
     "action values": (PPO, {"critic": CriticConfig(action_values=True), "replay": ReplayConfig(start_after=8)}),
     "trunk": (
@@ -97,7 +98,9 @@ def reported(lab: Any, folder: Path, model: PolicyModel) -> dict[str, set[str]]:
 def test_the_page_lists_what_learners_report_and_nothing_else(reported: dict[str, set[str]]) -> None:
     patterns = {name: pattern(name) for name in documented()}
     everything = set().union(*reported.values())
-    runtime = {n for n in patterns if re.match(r"restart_|injected_|recovery_rate|mistake_rate|clean_success", n)}
+    runtime = {
+        n for n in patterns if re.match(r"restart_|injected_|recovery_rate|mistake_rate|clean_success|branch_", n)
+    }
 
     assert {n for n in everything if not any(p.fullmatch(n) for p in patterns.values())} == set()
     assert {n for n, p in patterns.items() if not any(map(p.fullmatch, everything))} - runtime == set()

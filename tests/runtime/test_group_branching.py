@@ -1,7 +1,9 @@
 """Finished groups whose turns are valued before they are trained on."""
 
 import asyncio
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +169,13 @@ def test_values_and_continuations_of_branches_made_by_hand() -> None:
 def test_settings_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Branching(**bad)
+
+
+def test_its_metrics_are_the_documented_ones() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    section = page.partition("\n## Branches\n")[2].partition("\n## ")[0]
+    brancher = GroupBrancher(Branching(), runtime_of(FakeEndpoint(heads)), CoinFlipEnv, seed=1)
+    assert set(re.findall(r"`(branch_\w+)`", section)) == brancher.metrics().keys()
 
 
 # --- inside the collector
