@@ -25,10 +25,10 @@ demo: $(STAMP) ## Run the asynchronous shopping example
 test: $(STAMP) ## Run the tests, with warnings as errors
 	$(BIN)/pytest
 
-servers: $(STAMP) ## Install the servers that others wrote, and models for them, in .servers
+servers: $(STAMP) ## Install servers and clients that others wrote, and models for them, in .servers
 	$(PYTHON) tests_servers/setup/install.py
 
-test-servers: servers ## Run the tests against vLLM, llama.cpp, transformers and our own engine
+test-servers: servers ## Run the tests against vLLM, llama.cpp, transformers, our own engine, and with clients of others
 	$(BIN)/pytest tests_servers --durations=0 --durations-min=5
 
 lint: $(STAMP) ## Check format, style, types and layers
