@@ -1,7 +1,6 @@
 """Publishing to a folder, for servers that load what a folder says."""
 
 import asyncio
-import json
 import math
 import os
 import shutil
@@ -9,14 +8,24 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from turngate.runtime.canary import ScoresTokens, check_canary
 from turngate.runtime.errors import ConfigError, PublishError
 from turngate.runtime.files import write_atomically
+from turngate.runtime.json_ids import DECODE_ERRORS
 from turngate.runtime.publishers.checked import canary_of
 from turngate.runtime.publishers.folders import is_tied, model_folder
 from turngate.runtime.weights import InFlight, check_in_flight
 
 __all__ = ["FolderPublisher"]
+
+
+class _Pointer(msgspec.Struct):
+    """What `latest.json` holds."""
+
+    policy_version: int
+    file: str
 
 
 class FolderPublisher:
@@ -37,18 +46,22 @@ class FolderPublisher:
         in_flight: InFlight = "pauses",
         endpoint: ScoresTokens | None = None,
         canary_tolerance: float = 0.2,
+        timeout_s: float = 600.0,
     ) -> None:
         """Prepare to publish below `folder`.
 
         Args: keep: how many of the newest versions stay. base_model: a Hugging Face model folder: each version becomes
             a whole one, in place of a file. in_flight: what your server does to requests under way. endpoint: where the
-            weights' canary is scored once they are served; `canary_tolerance` in nats, on average.
+            weights' canary is scored once they are served; `canary_tolerance` in nats, on average. timeout_s: for
+            `wait_until_served` and the canary together.
         Raises: ConfigError: a setting cannot work.
         """
         if keep is not None and keep < 1:
             raise ConfigError(f"keep must be None or at least 1: got {keep}; it counts the newest versions to keep")
         if not canary_tolerance > 0:
             raise ConfigError(f"canary_tolerance must be a positive number of nats: got {canary_tolerance!r}")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive: got {timeout_s}")
         check_in_flight(in_flight, ("continues", "pauses", "restarts"))
         self.in_flight: InFlight = in_flight
         self._folder = Path(folder)
@@ -58,6 +71,7 @@ class FolderPublisher:
         self._is_tied = self._base_model is not None and is_tied(self._base_model)
         self._endpoint = endpoint
         self._canary_tolerance = canary_tolerance
+        self._timeout_s = timeout_s
 
     def __repr__(self) -> str:
         return f"<FolderPublisher {self._folder}>"
@@ -71,11 +85,18 @@ class FolderPublisher:
                 f"policy version {policy_version} must be copied to {self._folder}: got {error}; "
                 "latest.json still names the old version"
             ) from error
-        await self._wait_until_served(policy_version)
-        await self._check(Path(path), policy_version)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._wait_until_served(policy_version)
+                await self._check(Path(path), policy_version)
+        except TimeoutError as error:
+            raise PublishError(
+                f"policy version {policy_version} must be served within {self._timeout_s:g} s: it was not "
+                f"({self._folder}); check the server that reads it; latest.json names it; what is served is not known"
+            ) from error
 
     async def served_version(self) -> int:
-        """Return the version that `latest.json` names, 0 when there is none."""
+        """Return the version that `latest.json` names, 0 when there is none. Raises: PublishError: it is garbled."""
         latest = await asyncio.to_thread(self.latest)
         return latest[1] if latest is not None else 0
 
@@ -102,8 +123,7 @@ class FolderPublisher:
             )
         name = f"policy-{policy_version:08d}" + ("" if self._base_model else ".safetensors")
         self._copy_whole(path, self._folder / name)
-        pointer = json.dumps({"policy_version": policy_version, "file": name}).encode()
-        write_atomically(self._folder / "latest.json", pointer)
+        write_atomically(self._folder / "latest.json", msgspec.json.encode(_Pointer(policy_version, name)))
         if self._keep is not None:
             for _, old in self._versions()[: -self._keep]:
                 _remove(old)
@@ -116,12 +136,18 @@ class FolderPublisher:
         return sorted((int(number), p) for number, p in numbered if number.isdecimal())
 
     def latest(self) -> tuple[Path, int] | None:
-        """Return the newest weights and their version; None when nothing was published yet."""
+        """Return the newest weights and their version; None when nothing was published yet.
+
+        Raises: PublishError: `latest.json` is not as we write it.
+        """
+        path = self._folder / "latest.json"
         try:
-            pointer = json.loads((self._folder / "latest.json").read_bytes())
+            pointer = msgspec.json.decode(path.read_bytes(), type=_Pointer)
         except FileNotFoundError:
             return None
-        return self._folder / pointer["file"], int(pointer["policy_version"])
+        except (OSError, *DECODE_ERRORS) as error:
+            raise PublishError(f"latest.json must be readable: {error} ({path}); use an empty folder") from error
+        return self._folder / pointer.file, pointer.policy_version
 
     def _copy_whole(self, source: Path, target: Path) -> None:
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")

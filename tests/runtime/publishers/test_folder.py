@@ -141,3 +141,22 @@ async def test_an_endpoint_shows_whether_the_server_took_the_weights(tmp_path):
     endpoint.version = 0
     with pytest.raises(PublishRefused, match=r"must answer like the weights.*what is served is not known"):
         await folder.publish(new, 2)
+
+
+async def test_a_server_that_never_takes_the_weights_is_given_up(tmp_path, weights):
+    never = asyncio.Event()
+    folder = FolderPublisher(tmp_path / "policies", wait_until_served=lambda _: never.wait(), timeout_s=0.02)
+    with pytest.raises(PublishError, match=r"policy version 3 must be served within 0.02 s"):
+        await folder.publish(weights, 3)
+    with pytest.raises(ConfigError, match="timeout_s must be positive"):
+        FolderPublisher(tmp_path, wait_until_served=_served, timeout_s=0)
+
+
+@pytest.mark.parametrize("garbled", [b"", b"{}", b'{"policy_version": "x", "file": "y"}', b"\xff"])
+async def test_a_pointer_that_is_garbled_is_named(tmp_path, weights, garbled):
+    (tmp_path / "latest.json").write_bytes(garbled)
+    folder = FolderPublisher(tmp_path, wait_until_served=_served)
+    with pytest.raises(PublishError, match=r"latest\.json must be readable"):
+        await folder.served_version()
+    with pytest.raises(PublishError, match=r"latest\.json must be readable"):
+        await folder.publish(weights, 1)
