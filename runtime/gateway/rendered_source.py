@@ -121,8 +121,11 @@ class RenderedSource:
         ) -> Completion:
             body = endpoint.text_body(prompt, sampling, seed=seed, stream=True)
             collected, sent = CollectedText(1), endpoint.serving_version
-            async with endpoint.stream("/completions", body, timeout_s=timeout_s) as pieces:
-                async for data in event_data(pieces):
+            async with (
+                endpoint.stream("/completions", body, timeout_s=timeout_s) as pieces,
+                aclosing(event_data(pieces)) as told,
+            ):
+                async for data in told:
                     if data == DONE:
                         break
                     for part in collected.add(data).choices:
