@@ -5,6 +5,7 @@ every call that it cannot read what is wrong with it.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
@@ -153,4 +154,11 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"a JSON number must be finite: got {constant}")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        _refuse(excerpt(text))
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)

@@ -58,6 +58,8 @@ def checked_reward(name: object, value: object, where: str) -> float:
     if problem := _text_problem(name):
         raise EnvError(f"{where}' names {problem}")
     try:
+        if isinstance(value, (str, bytes)):  # float() reads those: a reply that was returned would be a reward
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]  # NumPy's scalars too: the record is plain JSON
     except Exception:  # whatever the value's own __float__ raises
         number = math.nan
@@ -153,7 +155,7 @@ def describe_error(error: BaseException) -> str:
     at = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     try:
         text = str(error)
-    except Exception:
+    except (Exception, SystemExit):  # whatever its own __str__ raises
         text = "an error whose text cannot be had"
     return writable(f"{type(error).__name__}: {text}{at}")
 

@@ -13,9 +13,11 @@ from typing import Protocol
 import msgspec
 
 from turngate.runtime.errors import EndpointError, PublishError, PublishRefused, RecordError
+from turngate.runtime.json_ids import DECODE_ERRORS
 
 __all__ = [
     "CANARY_KEY",
+    "MAX_HEADER_BYTES",
     "Canary",
     "CanaryReport",
     "ScoresTokens",
@@ -29,7 +31,7 @@ __all__ = [
 CANARY_KEY = "turngate.canary"
 """Name of the canary in the metadata of a safetensors file."""
 
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """What the safetensors format allows; more is another kind of file."""
 
 
@@ -92,10 +94,10 @@ def read_metadata(path: Path) -> dict[str, str]:
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
-            if size > _MAX_HEADER_BYTES:
+            if size > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {size} bytes")
             return msgspec.json.decode(file.read(size), type=_Header).metadata
-    except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
+    except (OSError, struct.error, *DECODE_ERRORS) as error:
         raise PublishError(f"weights must be a whole safetensors file: {error} ({path}); publish it again") from error
 
 
@@ -109,7 +111,7 @@ def read_canary(path: Path) -> Canary | None:
         return None
     try:
         return msgspec.json.decode(text, type=Canary)
-    except (msgspec.MsgspecError, RecordError) as error:
+    except (RecordError, *DECODE_ERRORS) as error:
         raise PublishError(f"the canary of the weights must be readable: {error} ({path})") from error
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from turngate.envs.base import ToolCall, ToolSpec
-from turngate.runtime.answers import writable
-from turngate.runtime.errors import EnvError
-from turngate.runtime.types import Message
+import msgspec
 
-__all__ = ["AnyMessage", "AnyTool", "chat_messages", "chat_tools", "why_not_sendable"]
+from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.answers import describe_error, writable
+from turngate.runtime.errors import EnvError
+from turngate.runtime.types import Message, Sampling
+
+__all__ = ["AnyMessage", "AnyTool", "chat_messages", "chat_role", "chat_tools", "why_not_asked", "why_not_sendable"]
 
 AnyMessage: TypeAlias = Message | Mapping[str, Any]
 AnyTool: TypeAlias = ToolSpec | Mapping[str, Any]
@@ -43,13 +45,36 @@ def chat_tools(tools: Sequence[AnyTool]) -> tuple[ToolSpec, ...]:
     )
 
 
+def chat_role(role: object) -> str:
+    """Return the name of an agent of the episode as the record has it. Raises: EnvError: it is none."""
+    if not isinstance(role, str) or writable(role) != role:
+        raise EnvError(f"role must be text that UTF-8 can carry: got {writable(repr(role))[:80]} (session.chat)")
+    return _plain(role)
+
+
+def why_not_asked(chat: Sequence[Message], tools: Sequence[ToolSpec], sampling: object, seed: object) -> str:
+    """Say what of a request no server can be asked; empty when it is well. Asked only once something has failed."""
+    if why := why_not_sendable(chat):
+        return why
+    if type(seed) is not int:
+        return f"seed must be an integer: got {writable(repr(seed))[:80]} (session.chat)"
+    if not isinstance(sampling, Sampling):
+        return f"sampling must be a Sampling: got {writable(repr(sampling))[:80]} (session.chat)"
+    for what, given in [("sampling", sampling), *((f"tools[{at}]", tool) for at, tool in enumerate(tools))]:
+        try:
+            msgspec.json.encode(given)
+        except Exception as error:  # whatever an agent has put into it
+            return f"{what} must be JSON: got {describe_error(error)} (session.chat)"
+    return ""
+
+
 def why_not_sendable(chat: Sequence[Message]) -> str:
     """Say what in a chat no request can carry; empty when it is well. Asked only once something has failed."""
     for index, message in enumerate(chat):
         texts = [message.role, message.content, message.tool_call_id]
         texts += [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
         for text in texts:
-            if not isinstance(text, str) or writable(text) != text:
+            if type(text) is not str or writable(text) != text:
                 shown = writable(repr(text))[:80]
                 return f"messages must be text that UTF-8 can carry: got {shown} (session.chat: messages[{index}])"
     return ""
@@ -60,7 +85,7 @@ def _tool(given: object, where: str) -> ToolSpec:
     if isinstance(function, Mapping):
         name, parameters = function.get("name"), function.get("parameters") or {}
         if isinstance(name, str) and isinstance(parameters, dict):
-            return ToolSpec(name, str(function.get("description") or ""), cast(dict[str, Any], parameters))
+            return ToolSpec(_plain(name), str(function.get("description") or ""), cast(dict[str, Any], parameters))
     raise EnvError(f"tool must be a ToolSpec or a dict with a function and its name: got {given!r:.80} ({where})")
 
 
@@ -74,21 +99,29 @@ def _message(given: object, where: str) -> Message:
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
         raise EnvError(f"tool_calls must be a list: got {calls!r:.80} ({where})")
+    call_id = message.get("tool_call_id") or ""
+    if not isinstance(call_id, str):
+        raise EnvError(f"tool_call_id must be text: got {call_id!r:.80} ({where})")
     return Message(
-        role,
+        _plain(role),
         _text(message.get("content"), where),
         tuple(
             _tool_call(call, f"{where}.tool_calls[{index}]")
             for index, call in enumerate(cast("Sequence[object]", calls))
         ),
-        message.get("tool_call_id") or "",
+        _plain(call_id),
     )
+
+
+def _plain(text: str) -> str:
+    """Return text as a plain str: what is more, as NumPy's is, no encoder takes."""
+    return text if type(text) is str else str.__str__(text)
 
 
 def _text(content: object, where: str) -> str:
     """Return the text of a message's content; parts of text are joined, None is empty."""
     if isinstance(content, str):
-        return content
+        return _plain(content)
     if content is None:
         return ""
     if not isinstance(content, (list, tuple)):
@@ -109,5 +142,6 @@ def _tool_call(call: object, where: str) -> ToolCall:
     if isinstance(function, Mapping):
         name, arguments = function.get("name"), function.get("arguments", "")
         if isinstance(name, str) and isinstance(arguments, str):
-            return ToolCall(str(cast(Mapping[str, Any], call).get("id") or ""), name, arguments)
+            call_id = str(cast(Mapping[str, Any], call).get("id") or "")
+            return ToolCall(_plain(call_id), _plain(name), _plain(arguments))
     raise EnvError(f"tool call must have a function with a name and arguments as JSON text: got {call!r:.80} ({where})")

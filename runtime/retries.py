@@ -19,6 +19,8 @@ _RETRIED_STATUSES = frozenset({408, 409, 425, 429})
 _FIRST_DELAY_S = 0.25
 _MAX_DELAY_S = 8.0
 """Backoff doubles from the first delay up to the maximum: about 15 s over six retries, enough for a restart."""
+_LONGEST_WAIT_S = 86_400.0
+"""What a server may ask us to wait at most: a day stands for all that no request waits for."""
 _OVERFLOW_SIGNS = (
     "context_length_exceeded",
     "context length",
@@ -173,15 +175,15 @@ def scrub(text: str, secrets: Sequence[str]) -> str:
 
 
 def _retry_after_s(reply: Reply | OpenReply) -> float:
-    """Return what Retry-After asks for, in seconds or as an HTTP date; 0 when absent or unreadable."""
+    """Return what Retry-After asks for, in seconds or as an HTTP date; 0 when absent or unreadable, a day at most."""
     value = reply.headers.get("Retry-After")
     if not value:
         return 0.0
     try:
-        return max(0.0, float(value))
+        wanted_s = float(value)
     except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+        try:
+            wanted_s = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return min(max(0.0, wanted_s), _LONGEST_WAIT_S)  # told on by gateways, whose clients take no infinity

@@ -4,19 +4,20 @@ import asyncio
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
 
 import msgspec
 
 from turngate.envs.base import End, Task, ToolSpec
 from turngate.runtime.answers import said_last, writable
-from turngate.runtime.chat_messages import AnyMessage, AnyTool, chat_messages, chat_tools
+from turngate.runtime.chat_messages import AnyMessage, AnyTool, chat_messages, chat_role, chat_tools, why_not_sendable
 from turngate.runtime.conversation import Conversation, conversation_of, token_mode_of
 from turngate.runtime.door import Door
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import (
     ConfigError,
     EndpointError,
+    EnvError,
     MalformedReply,
     SessionError,
     SessionLimit,
@@ -204,9 +205,10 @@ class Session:
             sampling: `max_tokens` and `stop` are the agent's choice; the rest is too when the session pins nothing.
             role: which agent of the episode asks, when there are several. seed: derived from the session's when None.
         Raises: SessionSealed: the episode is over. SessionLimit: it has reached a limit. EndpointError: the server
-            failed. EnvError: what is to be sent are no messages or tools.
+            failed. EnvError: what is given can be neither sent nor recorded.
         """
         chat, offered = chat_messages(messages), chat_tools(tools) if tools else ()
+        role = chat_role(role)
         try:
             self.admit(role)
         except SessionLimit:
@@ -334,9 +336,13 @@ class Session:
 
         Args: end: None for the limit that was reached, or the server's failure that no reply came after; otherwise
             success when the rewards come to more than 0 (those named `outcome`, if there are any), failure if not.
+        Raises: EnvError: the end is none; the session stays open.
         """
         if self.state == "sealed":
             return self.trajectory
+        if end is not None and not isinstance(cast(object, end), End):
+            raise EnvError(f"end must be an End or None: got {end!r:.80} (session {self.id})")
+        error = writable(str(error or ""))
         if end is None:
             end, why = self._verdict.on_return(self._turns.reward())
             error = error or (why and self._where(why))
@@ -391,6 +397,9 @@ class Session:
         recorder = self._recorder
         if not self._turns and self._turns.early_rewards and not error:
             error = self._where(f"rewards must have a turn to stand on: got {self._turns.early_rewards} and no turn")
+        messages = recorder.messages()
+        if why := why_not_sendable(messages):  # structs of the agent's own making that a server let pass
+            end, error, messages = End.env_error, self._where(why), ()
         last_context = recorder.last_context() if end.is_truncation else b""
         return Trajectory(
             id=self.id,
@@ -403,7 +412,7 @@ class Session:
             segments=recorder.segments(),
             end=end,
             error=error,
-            messages=recorder.messages(),
+            messages=messages,
             last_context=last_context,
             last_context_is_whole=recorder.knows_last_context and last_context != b"",
             token_mode=token_mode_of(self._endpoint),

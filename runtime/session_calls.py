@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from turngate.envs.base import ToolSpec
-from turngate.runtime.chat_messages import why_not_sendable
+from turngate.runtime.chat_messages import why_not_asked
 from turngate.runtime.conversation import Conversation
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.errors import EnvError, TurngateError
@@ -44,7 +44,7 @@ class SessionCalls:
         """Sample a completion, by way of another conversation where one is given. Cancelled: the request is dropped.
 
         Raises: CallDropped: `drop_all` was called meanwhile. EndpointError: the server failed. EnvError: no request can
-            carry these messages.
+            carry what is asked.
         """
         scope = Deadline()
         self._scopes.add(scope)
@@ -59,7 +59,7 @@ class SessionCalls:
         except TurngateError:
             raise
         except Exception as error:
-            if why := why_not_sendable(chat):
+            if why := why_not_asked(chat, tools, sampling, seed):
                 raise EnvError(why) from error
             self.bug = error
             raise

@@ -101,6 +101,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"top_k must be 0 or more: got {self.top_k} (Sampling); 0 keeps the whole vocabulary")
         if not self.max_tokens >= 1:
             raise ConfigError(f"max_tokens must be 1 or more: got {self.max_tokens} (Sampling)")
+        stop: object = self.stop
+        if isinstance(stop, str):  # each of its characters would be one
+            raise ConfigError(f"stop must be a tuple of texts: got {self.stop!r:.80} (Sampling)")
 
 
 class GuidedTokens(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from turngate.runtime.canary import read_metadata
+from turngate.runtime.canary import MAX_HEADER_BYTES, read_metadata
 from turngate.runtime.errors import ConfigError, PublishRefused
+from turngate.runtime.json_ids import DECODE_ERRORS
 
 __all__ = ["LORA_KEY", "Version", "VersionFolders", "adapter_folder", "check_tensors", "is_tied", "model_folder"]
 
@@ -152,7 +153,9 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
             raise ValueError("there is no such file")  # opening a pipe would wait for a writer
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {size} bytes")
             header = msgspec.json.decode(opened.read(size), type=dict[str, msgspec.Raw])
         return {n: msgspec.json.decode(t, type=_Tensor).shape for n, t in header.items() if n != "__metadata__"}
-    except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
+    except (OSError, struct.error, *DECODE_ERRORS) as error:
         raise PublishRefused(f"weights must be a whole safetensors file: {error} ({file})") from error

@@ -7,7 +7,18 @@ from turngate.envs.tool_calls import JSON_ERRORS, excerpt, is_sendable, read_cal
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": NaN}', "[Infinity]", '{"a": 1, "a": 2}', "{", "1 2", "[" * 100_000, "1" * 10_000, "{'a': 1}"]
+    "text",
+    [
+        '{"a": NaN}',
+        "[Infinity]",
+        '{"a": -1e999}',
+        '{"a": 1, "a": 2}',
+        "{",
+        "1 2",
+        "[" * 100_000,
+        "1" * 10_000,
+        "{'a': 1}",
+    ],
 )
 def test_what_is_no_strict_json_is_refused(text):
     with pytest.raises(JSON_ERRORS):

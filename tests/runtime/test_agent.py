@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from turngate.envs.base import End, Task
+from turngate.envs.base import End, Task, ToolSpec
 from turngate.envs.testing import EchoEnv
 from turngate.runtime.agent import Agent, Outcome
+from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.errors import ConfigError, EndpointError, ToolError
 from turngate.runtime.events import Events, RolloutFinished, RolloutStarted, TurnFinished
 from turngate.runtime.injection import Injection
@@ -15,10 +16,12 @@ from turngate.runtime.limits import Limits
 from turngate.runtime.restarts import Restarts
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
-from turngate.runtime.testing import FakeEndpoint, cancel_everywhere, run_virtual
+from turngate.runtime.testing import FakeEndpoint, FakeTransport, cancel_everywhere, run_virtual
 from turngate.runtime.testing.learner import CountingLearner
 from turngate.runtime.training import train
-from turngate.runtime.types import Sampling
+from turngate.runtime.transcript import read_trajectories, write_trajectories
+from turngate.runtime.transport import Reply
+from turngate.runtime.types import Message, Sampling
 
 TASK = Task("t", "Go.", {"digit": "4"})
 
@@ -85,6 +88,7 @@ async def test_what_an_agent_returns_is_the_reward_of_its_newest_turn_and_the_en
     ("verdict", "why"),
     [
         ("much", "rewards must be finite numbers"),
+        ("42", "rewards must be finite numbers of at most 1e+30: got '42'"),
         (float("nan"), "rewards must be finite numbers"),
         ({1: 1.0}, "names must be str"),
         (Outcome(1.0, End.env_error), r"the agent's Outcome.end must be terminal or a truncation: got <End.env_error"),
@@ -161,6 +165,46 @@ async def test_text_that_no_request_can_carry_is_the_agents_bug_and_not_ours():
     trajectory = await play(agent, endpoint)
     assert trajectory.end is End.env_error
     assert "messages must be text that UTF-8 can carry: got '\\ud800' (session.chat: messages[0])" in trajectory.error
+
+
+class _Unspeakable(Exception):
+    def __str__(self):
+        raise SystemExit
+
+
+_CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda s: s.chat(_CHAT, role=None), "role must be text that UTF-8 can carry: got None"),
+        (lambda s: s.chat(_CHAT, seed=object()), "seed must be an integer: got <object"),
+        (lambda s: s.chat(_CHAT, sampling=Sampling(stop=("\ud800",))), "sampling must be JSON: got UnicodeEncodeError"),
+        (lambda s: s.chat(_CHAT, tools=[ToolSpec("f", "", {"x": object()})]), "tools[0] must be JSON: got TypeError"),
+        (lambda s: s.chat([Message(7, "hi")]), "messages must be text that UTF-8 can carry: got 7"),
+        (lambda s: s.chat([Message("user", "hi", (), 5)]), "messages must be text that UTF-8 can carry: got 5"),
+        (lambda s: s.seal("success"), "end must be an End or None: got 'success'"),
+        (lambda s: _raise(_Unspeakable()), "an error whose text cannot be had"),
+    ],
+)
+async def test_whatever_an_agent_gives_its_session_costs_its_own_episode_and_leaves_a_record(spoil, why, tmp_path):
+    async def agent(session, task):
+        made = spoil(session)
+        await (made if asyncio.iscoroutine(made) else asyncio.sleep(0))
+        return 1.0
+
+    reply = Reply(200, {}, b'{"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}')
+    runtime = Runtime(Endpoint("http://x/v1", model="m", transport=FakeTransport(reply)))
+    trajectory = await runtime.rollout(Agent(agent), TASK)
+    assert trajectory.end is End.env_error
+    assert why in trajectory.error
+    write_trajectories(tmp_path / "e.jsonl", [trajectory])
+    assert list(read_trajectories(tmp_path / "e.jsonl")) == [trajectory]
+
+
+def _raise(error):
+    raise error
 
 
 async def test_a_limit_of_turns_truncates_whether_the_agent_raises_or_returns():

@@ -3,9 +3,9 @@
 import pytest
 
 from turngate.envs.base import ToolCall, ToolSpec
-from turngate.runtime.chat_messages import chat_messages, chat_tools, why_not_sendable
+from turngate.runtime.chat_messages import chat_messages, chat_role, chat_tools, why_not_asked, why_not_sendable
 from turngate.runtime.errors import EnvError
-from turngate.runtime.types import Message
+from turngate.runtime.types import Message, Sampling
 
 
 def test_structs_are_kept_as_they_are_in_a_sequence_that_does_not_change():
@@ -48,6 +48,7 @@ def test_dictionaries_are_read_as_the_api_spells_them():
         ([{"role": "user", "content": 3}], "content must be text or a list of text parts: got 3"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of content must have a text"),
         ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], r"tool call must have .*messages\[0\].tool_calls\[0\]"),
+        ([{"role": "tool", "content": "", "tool_call_id": 5}], "tool_call_id must be text: got 5"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
             "arguments as JSON text",
@@ -79,3 +80,31 @@ def test_what_no_request_can_carry_is_named():
     )
     assert "messages[0]" in why_not_sendable([Message("assistant", "", (ToolCall("c", "f", "\ud800"),))])
     assert "got 5" in why_not_sendable([Message("user", 5)])
+
+
+class _Text(str):
+    """As NumPy's: a str, and no encoder takes it."""
+
+
+def test_text_that_is_more_than_text_is_made_plain():
+    (message,) = chat_messages([{"role": _Text("user"), "content": _Text("hi"), "tool_call_id": _Text("c")}])
+    assert {type(text) for text in (message.role, message.content, message.tool_call_id)} == {str}
+    assert type(chat_role(_Text("critic"))) is str
+    assert "got 'hi'" in why_not_sendable([Message("user", _Text("hi"))])
+
+
+@pytest.mark.parametrize("role", [None, 5, "\ud800"])
+def test_a_role_that_no_record_can_hold_is_refused(role):
+    with pytest.raises(EnvError, match="role must be text that UTF-8 can carry: got"):
+        chat_role(role)
+
+
+def test_what_else_of_a_request_cannot_be_asked_is_named():
+    chat, sampling = [Message("user", "hi")], Sampling()
+    assert why_not_asked(chat, [ToolSpec("a", "", {})], sampling, 7) == ""
+    assert "messages must be text" in why_not_asked([Message("user", 5)], [], sampling, 7)
+    assert "seed must be an integer: got '7'" in why_not_asked(chat, [], sampling, "7")
+    assert "sampling must be a Sampling: got {}" in why_not_asked(chat, [], {}, 7)
+    assert "sampling must be JSON" in why_not_asked(chat, [], Sampling(stop=("\ud800",)), 7)
+    tools = [ToolSpec("a", "", {}), ToolSpec("b", "", {"x": object()})]
+    assert "tools[1] must be JSON" in why_not_asked(chat, tools, sampling, 7)

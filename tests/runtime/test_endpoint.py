@@ -217,6 +217,14 @@ def test_retrying_never_outlasts_the_deadline():
     assert run_virtual(main()) == 0.0  # it gives up at once: the server itself says that 10 s are not enough
 
 
+@pytest.mark.parametrize("wanted", ["inf", "1e400", "9" * 400, "Fri, 31 Dec 9999 23:59:59 GMT"])
+async def test_a_server_that_asks_us_to_wait_for_ever_is_taken_to_mean_a_day(wanted):
+    endpoint = Endpoint("http://x/v1", model="m", transport=FakeTransport(Reply(429, {"Retry-After": wanted}, b"")))
+    with pytest.raises(EndpointError) as caught:
+        await endpoint.complete(ASK, SAMPLING)
+    assert caught.value.retry_after_s == 86_400
+
+
 def _shorten(reply):
     reply["choices"][0]["logprobs"]["content"].pop()
 

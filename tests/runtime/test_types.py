@@ -64,12 +64,13 @@ def test_every_end_is_of_exactly_one_kind(end: End) -> None:
         {"top_p": 1.1},
         {"top_k": -1},
         {"max_tokens": 0},
+        {"stop": "word"},
     ],
     ids=str,
 )
 def test_sampling_that_no_server_could_do_is_refused(wrong: dict[str, float]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ConfigError, match=rf"^{name} must be .*got {value} \(Sampling\)"):
+    with pytest.raises(ConfigError, match=rf"^{name} must be .*got {value!r} \(Sampling\)"):
         msgspec.structs.replace(Sampling(), **wrong)
 
 
