@@ -90,7 +90,7 @@ class JudgeEndpoint:
         scores = [0.0] * len(trajectory.turns)
 
         async def judge_turn(turn: int) -> None:
-            scores[turn] = await self._judge(trajectory, turn)
+            scores[turn] = await self.score_turn(trajectory, turn)
 
         with single_errors():
             async with anyio.create_task_group() as tg:
@@ -98,7 +98,8 @@ class JudgeEndpoint:
                     tg.start_soon(judge_turn, turn)
         return scores
 
-    async def _judge(self, trajectory: Trajectory, turn: int) -> float:
+    async def score_turn(self, trajectory: Trajectory, turn: int) -> float:
+        """Return the judge's number for the history up to one turn. Raises as a call does."""
         messages = tuple(self._prompt(trajectory, turn))
         key = _digest(messages)
         async with self._slots.hold():

@@ -35,6 +35,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """In which the body of a request must have come in."""
     write_timeout_s: float = 60.0
     """In which a client must take the next piece of its reply; one that stalls is disconnected."""
+    max_guidance_beta: float = 100.0
+    max_guidance_draws: int = 32
+    """What requests may ask for in `x-turngate-guidance`; draws stand for the candidates of token guidance too."""
     request_timeout_s: float = 600.0
     """For the upstream's whole answer, retries included."""
     keep_alive_s: float = 75.0
@@ -47,6 +50,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of sessions opened over HTTP, after their end."""
 
     def __post_init__(self) -> None:
+        if not self.max_guidance_beta >= 0:
+            raise ConfigError(f"max_guidance_beta must be at least 0: got {self.max_guidance_beta} (GatewayConfig)")
+        if self.max_guidance_draws < 1:
+            raise ConfigError(f"max_guidance_draws must be 1 or more: got {self.max_guidance_draws} (GatewayConfig)")
         for name in ("max_body_bytes", "max_open", "max_open_per_session", "kept_replies", "kept_trajectories"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more: got {getattr(self, name)} (GatewayConfig)")

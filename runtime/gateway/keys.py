@@ -8,11 +8,13 @@ from aiohttp import web
 
 from turngate.runtime.openai_api.refusals import RequestError
 
-__all__ = ["Claim", "bearer", "check_role", "claim_of", "is_same_key", "role_in"]
+__all__ = ["GUIDED", "Claim", "bearer", "check_role", "claim_of", "is_guided", "is_same_key", "role_in"]
 
 SESSION_HEADER = "x-turngate-session"
 ROLE_HEADER = "x-turngate-role"
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+GUIDED = "guided"
+"""`base@guided` is the guided policy; the word is no role."""
 _MAX_KEY = 512
 """Characters of a key; longer ones are an attack or a mistake."""
 
@@ -44,9 +46,18 @@ def is_same_key(given: str, key: str) -> bool:
 
 
 def role_in(model: str | None) -> str:
-    """Return the role in a model's name, `base@role`; empty when there is none. Raises: RequestError: a bad one."""
-    _, found, role = (model or "").rpartition("@")
+    """Return the role in a model's name, `base@role` or `base@role@guided`; empty when there is none.
+
+    Raises: RequestError: a bad one.
+    """
+    name = (model or "").removesuffix(f"@{GUIDED}")
+    _, found, role = name.rpartition("@")
     return check_role(role, "model") if found else ""
+
+
+def is_guided(model: str | None) -> bool:
+    """Whether a model's name asks for the guided policy."""
+    return (model or "").endswith(f"@{GUIDED}")
 
 
 def check_role(role: str, where: str) -> str:
@@ -55,5 +66,9 @@ def check_role(role: str, where: str) -> str:
         raise RequestError(
             f"roles must be 1 to 64 letters, digits, dots, dashes and underscores: got {role!r:.80} ({where})",
             param=where,
+        )
+    if role == GUIDED:
+        raise RequestError(
+            f"roles must not be {GUIDED!r}: the word asks for the guided policy ({where}); take another", param=where
         )
     return role

@@ -23,6 +23,7 @@ from turngate.runtime.gateway.sources import Chunk, Whole
 from turngate.runtime.gateway.speaking import Speaker
 from turngate.runtime.gateway.sse import DONE, event_data
 from turngate.runtime.gateway.upstream import arrival
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.openai_api.neutral import NEUTRAL, NEUTRAL_CHAT, refuse_unsupported
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
 from turngate.runtime.seeds import derive_seed
@@ -48,9 +49,14 @@ class RenderedSource:
         envelope: Envelope,
         *,
         timeout_s: float,
+        guidance: Guidance | None = None,
     ) -> None:
-        """Raises: RequestError: the request asks for what only a server that renders can do."""
+        """Args: guidance: chooses each choice among several draws.
+
+        Raises: RequestError: the request asks for what only a server that renders can do.
+        """
         _refuse_unrendered(fields, ask)
+        self._conversation, self._is_guided = session.guided(guidance), guidance is not None
         self._session, self._endpoint, self._ask, self._drawing = session, endpoint, ask, drawing
         self._messages, self._envelope, self._timeout_s = messages, envelope, timeout_s
         self._tools = () if ask.tool_choice == "none" else offered_tools(ask)
@@ -83,7 +89,7 @@ class RenderedSource:
         """Whether the reply is one text and nothing else is asked of it."""
         ask = self._ask
         is_more = self._tools or ask.logprobs or ask.return_token_ids or (ask.n or 1) > 1
-        return not is_more and self._drawing.sampling.guidance is None
+        return not (is_more or self._is_guided) and self._drawing.sampling.guidance is None
 
     async def _words(
         self, endpoint: Endpoint, conversation: TokenConversation, has_usage: bool
@@ -149,7 +155,7 @@ class RenderedSource:
 
     async def _complete(self, index: int) -> Completion:
         seed = self._drawing.seed
-        return await self._session.conversation.complete(
+        return await self._conversation.complete(
             self._messages,
             self._drawing.sampling,
             seed=seed if seed is None or not index else derive_seed(seed, "choice", index),

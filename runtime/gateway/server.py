@@ -21,8 +21,11 @@ from turngate.runtime.gateway.config import GatewayConfig
 from turngate.runtime.gateway.delivery import deliver
 from turngate.runtime.gateway.exchange import Exchange
 from turngate.runtime.gateway.guests import Guest, Guests
+from turngate.runtime.gateway.keys import GUIDED
 from turngate.runtime.gateway.session_routes import SessionRoutes
+from turngate.runtime.gateway.steering import GUIDANCE_HEADER, Steering
 from turngate.runtime.gateway.turns import Work, Works
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.openai_api.refusals import (
     JSON_HEADERS,
     RequestError,
@@ -37,7 +40,7 @@ from turngate.runtime.transport import raise_file_limit
 __all__ = ["Gateway", "GatewayStatistics"]
 
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_MakeWork: TypeAlias = Callable[[Guest, bytes, str], Work]
+_MakeWork: TypeAlias = Callable[[Guest, bytes, str, str], Work]
 
 _BACKLOG = 4096
 """Thousands of agents may connect at once; the usual 128 drops their SYNs, and each waits a second or more."""
@@ -78,10 +81,12 @@ class Gateway:
         config: GatewayConfig | None = None,
         *,
         listener: socket.socket | None = None,
+        guidance: Guidance | None = None,
     ) -> None:
         """Prepare to serve the sessions of a table, of a runtime, or of a table made for this endpoint.
 
         Args: listener: a socket that listens already, used instead of the config's address; its owner closes it.
+            guidance: what the model `base@guided` stands for; by default that of the sessions, if they have any.
         """
         if isinstance(sessions, Runtime):
             sessions = sessions.sessions
@@ -92,7 +97,8 @@ class Gateway:
         self.url = ""
         self._listener = listener
         self._guests = Guests(self.config)
-        self._works = Works(self.sessions.endpoint, timeout_s=self.config.request_timeout_s)
+        steering = Steering(self.sessions.endpoint, guidance or self.sessions.guidance, self.config)
+        self._works = Works(self.sessions.endpoint, steering, timeout_s=self.config.request_timeout_s)
         self._admission = Admission(self.sessions, self._guests, self.config, self.admin_key)
         self._requests = Counter()
         self._runner = None
@@ -210,10 +216,13 @@ class Gateway:
             guest, role = self._admission.guest_of(http)
             body = await self._body(http)
             name = http.headers.get("Idempotency-Key", "")
-            digest = blake2b(body, digest_size=16, key=role.encode()[:64]).hexdigest()
+            steer = http.headers.get(GUIDANCE_HEADER, "")
+            hashed = blake2b(body, digest_size=16, key=role.encode()[:64])
+            hashed.update(steer.encode(errors="replace"))
+            digest = hashed.hexdigest()
             key = name or f"{http.path} {digest}"
             try:
-                exchange = self._exchange(http, guest, key, digest, lambda: make(guest, body, role))
+                exchange = self._exchange(http, guest, key, digest, lambda: make(guest, body, role, steer))
             except SessionLimit:
                 await self._works.look_ahead(guest.session, http.path, body)
                 raise
@@ -282,15 +291,17 @@ class Gateway:
     async def _models(self, http: web.Request) -> web.StreamResponse:
         self._admission.check_known(http)
         name = getattr(self.sessions.endpoint, "model", "policy")
-        card = {"id": name, "object": "model", "created": 0, "owned_by": "turngate"}
+        names = [name, f"{name}@{GUIDED}"] if self._works.steering.guidance is not None else [name]
+        cards = {each: {"id": each, "object": "model", "created": 0, "owned_by": "turngate"} for each in names}
         asked = http.match_info.get("model")
         if asked is None:
-            return _json({"object": "list", "data": [card]})
-        if asked != name:
+            return _json({"object": "list", "data": list(cards.values())})
+        if asked not in cards:
+            known = " or ".join(map(repr, names))
             raise RequestError(
-                f"model must be {name!r}: got {asked!r:.80}", status=404, param="model", code="model_not_found"
+                f"model must be {known}: got {asked!r:.80}", status=404, param="model", code="model_not_found"
             )
-        return _json(card)
+        return _json(cards[asked])
 
     async def _health(self, http: web.Request) -> web.StreamResponse:
         return _json({"status": "ok", "in_flight": len(self._guests.tasks)})

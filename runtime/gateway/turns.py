@@ -9,15 +9,18 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import cast
 
+import msgspec
+
 from turngate.runtime.conversation import token_mode_of
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
-from turngate.runtime.errors import EndpointError, MalformedReply
+from turngate.runtime.errors import ConfigError, EndpointError, MalformedReply
 from turngate.runtime.gateway.asks import ChatAsk, Fields, TextAsk, decode_chat, decode_text
 from turngate.runtime.gateway.collected import ChatChunk
 from turngate.runtime.gateway.drawing import Drawing, drawing_for
 from turngate.runtime.gateway.edits import chat_body, kept_by, strip, text_body
 from turngate.runtime.gateway.exchange import Exchange
 from turngate.runtime.gateway.guests import Guest
+from turngate.runtime.gateway.guided_source import GuidedSource
 from turngate.runtime.gateway.keys import role_in
 from turngate.runtime.gateway.rendered import Envelope
 from turngate.runtime.gateway.rendered_source import RenderedSource, offered_tools
@@ -25,6 +28,7 @@ from turngate.runtime.gateway.response_items import Translation
 from turngate.runtime.gateway.responses import decode_responses, output_messages
 from turngate.runtime.gateway.sources import ServerSource, Source
 from turngate.runtime.gateway.sse import DONE, SSE_HEADERS, event_piece
+from turngate.runtime.gateway.steering import UNGUIDED, Steered, Steering
 from turngate.runtime.gateway.upstream import refusal_of
 from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.retries import scrub
@@ -40,28 +44,29 @@ _log = logging.getLogger("turngate.gateway")
 class Works:
     """Turns the body of a request into the work that answers it; one per gateway."""
 
-    def __init__(self, endpoint: ChatEndpoint, *, timeout_s: float) -> None:
-        """Args: timeout_s: for the upstream's whole answer."""
-        self.endpoint = endpoint
+    def __init__(self, endpoint: ChatEndpoint, steering: Steering, *, timeout_s: float) -> None:
+        """Args: steering: says which replies are guided. timeout_s: for the upstream's whole answer."""
+        self.endpoint, self.steering = endpoint, steering
         self._timeout_s = timeout_s
         self._id_root = secrets.token_hex(8)
         self._ids = itertools.count()
 
     # One method per API. They decode, and raise RequestError for what cannot be; nothing has been sent by then.
 
-    def chat(self, guest: Guest, body: bytes, role: str) -> Work:
+    def chat(self, guest: Guest, body: bytes, role: str, steer: str = "") -> Work:
         """POST /v1/chat/completions."""
         fields, ask = decode_chat(body)
         role = role or role_in(ask.model)
         chat = tuple(message.as_message() for message in ask.messages)
+        steered = self.steering.of(guest.session, ask.model, steer)
 
         async def work(exchange: Exchange) -> None:
-            turn = self._chat_turn(guest.session, fields, ask, chat, role)
+            turn = self._chat_turn(guest.session, fields, ask, chat, role, steered)
             await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
 
         return work
 
-    def text(self, guest: Guest, body: bytes, role: str) -> Work:
+    def text(self, guest: Guest, body: bytes, role: str, steer: str = "") -> Work:
         """POST /v1/completions. Scoring, with echo and nothing to generate, is no turn."""
         fields, ask = decode_text(body)
         role = role or role_in(ask.model)
@@ -69,8 +74,12 @@ class Works:
         if not isinstance(endpoint, Endpoint):
             raise RequestError("text completions need a server behind the gateway", status=404, code="not_found")
 
+        steered = self._text_steered(guest.session, ask, steer)
+
         async def work(exchange: Exchange) -> None:
             drawing = drawing_for(fields, ask, guest.session)
+            source: Source
+            messages = _text_messages(ask)
             source = ServerSource(
                 endpoint,
                 "/completions",
@@ -79,21 +88,26 @@ class Works:
                 timeout_s=self._timeout_s,
                 is_text=True,
             )
-            turn = _Turn(guest.session, source, ask, drawing, _text_messages(ask), role, endpoint.secrets)
+            if steered.actions is not None:
+                source = GuidedSource(
+                    guest.session, endpoint, fields, ask, drawing, messages, steered.actions, timeout_s=self._timeout_s
+                )
+            turn = _Turn(guest.session, source, ask, drawing, messages, role, endpoint.secrets)
             await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
 
         return work
 
-    def responses(self, guest: Guest, body: bytes, role: str) -> Work:
+    def responses(self, guest: Guest, body: bytes, role: str, steer: str = "") -> Work:
         """POST /v1/responses: a chat completion under the hood."""
         asked = decode_responses(body)
         role = role or role_in(asked.model)
         chat_json, history = asked.as_chat(guest.responses)
         fields, ask = decode_chat(chat_json)
         chat = tuple(message.as_message() for message in ask.messages)
+        steered = self.steering.of(guest.session, asked.model, steer)
 
         async def work(exchange: Exchange) -> None:
-            turn = self._chat_turn(guest.session, fields, ask, chat, role)
+            turn = self._chat_turn(guest.session, fields, ask, chat, role, steered)
             translation = Translation(asked, self._next_id("resp_"), self._model())
             exchange.failure_piece = translation.failure
 
@@ -104,6 +118,16 @@ class Works:
 
         return work
 
+    def _text_steered(self, session: Session, ask: TextAsk, steer: str) -> Steered:
+        """Return how a text completion is guided. Raises: RequestError: it cannot be."""
+        steered = self.steering.of(session, ask.model, steer)
+        pinned = session.sampling is not None and session.sampling.guidance is not None
+        if (steered.tokens is not None or pinned) and not ask.is_scoring:
+            raise RequestError("guidance of tokens must be asked for with chats: got a text completion", param="prompt")
+        if ask.is_scoring and steered.is_asked:
+            raise RequestError("echo has nothing to choose: expected the base model, without guidance", param="echo")
+        return UNGUIDED if ask.is_scoring else steered
+
     async def look_ahead(self, session: Session, path: str, body: bytes) -> None:
         """Let the session learn what the model would have been shown, if it wants to; text completions do not say."""
         if path.endswith("/chat/completions"):
@@ -111,24 +135,39 @@ class Works:
             await session.look_ahead(tuple(message.as_message() for message in ask.messages), offered_tools(ask))
 
     def _chat_turn(
-        self, session: Session, fields: Fields, ask: ChatAsk, chat: tuple[Message, ...], role: str
+        self,
+        session: Session,
+        fields: Fields,
+        ask: ChatAsk,
+        chat: tuple[Message, ...],
+        role: str,
+        steered: Steered,
     ) -> "_Turn":
         drawing = drawing_for(fields, ask, session)
+        if steered.tokens is not None:
+            sampling = msgspec.structs.replace(drawing.sampling, guidance=steered.tokens)
+            drawing = drawing._replace(sampling=sampling)
+        guidance, timeout_s = steered.actions, self._timeout_s
         source: Source
         endpoint = self.endpoint
         is_servers = isinstance(endpoint, Endpoint) and token_mode_of(endpoint) != "tokens"
-        # Guidance is asked for, and recorded, by the endpoint itself.
-        if isinstance(endpoint, Endpoint) and is_servers and drawing.sampling.guidance is None:
+        # Guidance of tokens is asked for, and recorded, by the endpoint itself.
+        is_servers = is_servers and drawing.sampling.guidance is None
+        if isinstance(endpoint, Endpoint) and is_servers and guidance is not None:
+            source = GuidedSource(session, endpoint, fields, ask, drawing, chat, guidance, timeout_s=timeout_s)
+        elif isinstance(endpoint, Endpoint) and is_servers:
             source = ServerSource(
                 endpoint,
                 "/chat/completions",
                 lambda: chat_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect),
                 choices=ask.n or 1,
-                timeout_s=self._timeout_s,
+                timeout_s=timeout_s,
             )
         else:
             envelope = Envelope(self._next_id("chatcmpl-"), int(time.time()), self._model())
-            source = RenderedSource(session, endpoint, fields, ask, drawing, chat, envelope, timeout_s=self._timeout_s)
+            source = RenderedSource(
+                session, endpoint, fields, ask, drawing, chat, envelope, timeout_s=timeout_s, guidance=guidance
+            )
         return _Turn(session, source, ask, drawing, chat, role, secrets_of(endpoint))
 
     def _next_id(self, prefix: str) -> str:
@@ -206,6 +245,8 @@ class _Turn:
         """Tell the session of the server's failures, and the agent what it may know of them."""
         try:
             yield
+        except ConfigError as error:  # what was asked for cannot be drawn, or guided, on this server
+            raise RequestError(str(error)) from error
         except EndpointError as error:
             text = scrub(str(error), self._secrets)
             self.session.failed(type(error)(text))
