@@ -24,14 +24,14 @@ def test_serve_serves_until_it_is_signalled(folder, capsys, monkeypatch, number)
     served = []
     serve = server.serve
 
-    async def serve_and_signal(model, tokenizer, config, stop, *, on_ready):
+    async def serve_and_signal(model, tokenizer, config, stop, *, critic, on_ready):
         served.append(config)
 
         def signal_when_ready(port):
             on_ready(port)
             os.kill(os.getpid(), number)
 
-        await serve(model, tokenizer, config, stop, on_ready=signal_when_ready)
+        await serve(model, tokenizer, config, stop, critic=critic, on_ready=signal_when_ready)
 
     monkeypatch.setattr(server, "serve", serve_and_signal)
     monkeypatch.setenv("TURNGATE_API_KEY", "from the environment")
