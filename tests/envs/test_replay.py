@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ class Coins:
         self.rng, self.seen = random.Random(f"coin {seed}"), 0
         return Observation("Heads or tails?")
 
-    def reseed(self, seed):
+    def reseed(self, seed: int) -> Any:
         self.rng = random.Random(f"coin {seed}")
 
     async def step(self, action):
@@ -256,9 +257,12 @@ async def test_texts_that_are_no_unicode_are_replayed():
 
 async def test_luck_may_be_drawn_anew_by_a_coroutine():
     class Later(Coins):
-        async def reseed(self, seed):
+        def reseed(self, seed):
+            return self.draw_later(seed)
+
+        async def draw_later(self, seed):
             await asyncio.sleep(0)
-            super().reseed(seed)
+            self.rng = random.Random(seed)
 
     env = replayed(functools.partial(Later, flips=1))()
     await played(env)

@@ -42,7 +42,7 @@ def policy() -> tuple[PolicyModel, Tokenizer]:
 
 
 def engine_of(policy: tuple[PolicyModel, Tokenizer], **settings: int) -> Engine:
-    return Engine.start(*policy, mode="thread", seed=1, **settings)  # type: ignore[arg-type]
+    return Engine.start(*policy, mode="thread", seed=1, **settings)
 
 
 async def play(engine: Engine, turns: int):
