@@ -296,7 +296,11 @@ class Session:
                 self._keep_last_context(completion)
                 is_whole = False
                 continue
-            placed = self._recorder.place(completion, len(self._turns), messages, role)
+            try:
+                placed = self._recorder.place(completion, len(self._turns), messages, role)
+            except MalformedReply as error:  # its agent may have got its text, and go on: later turns do not heal that
+                self._recorder.refuse_training(f"{error} (turn {len(self._turns)})")
+                raise
             if placed.answers >= 0:
                 self._finish(self._turns.answer(placed.answers, said_last(messages), now_s - model_s))
             self._turns.add(completion, placed, role=role, model_s=model_s, now_s=now_s)

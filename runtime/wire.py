@@ -25,6 +25,7 @@ __all__ = [
     "chat_completion",
     "check_finished",
     "check_logprobs",
+    "check_prompt",
     "decode_reply",
     "error_message",
     "prompt_ids",
@@ -281,8 +282,26 @@ def text_completion(
     version_received: int,
     newest_version: int | None = None,
 ) -> Completion:
-    """Check a reply of /completions to a prompt of ids. Raises MalformedReply as `chat_completion` does."""
-    return text_choice_completion(_first(reply.choices), prompt, version_sent, version_received, newest_version)
+    """Check a reply of /completions to a prompt of ids. Raises MalformedReply as `chat_completion` does.
+
+    Also when the server says that it has seen another prompt: cut, or with ids of its own before it.
+    """
+    choice = _first(reply.choices)
+    check_prompt(prompt_ids(choice.prompt_token_ids) or prompt_ids(reply.prompt_token_ids), prompt)
+    return text_choice_completion(choice, prompt, version_sent, version_received, newest_version)
+
+
+def check_prompt(told: Sequence[int], sent: Sequence[int]) -> None:
+    """Require of the prompt that a server says it has seen, if it says so, that it is the one it was sent.
+
+    Raises: MalformedReply: the tokens sampled after it are none after ours.
+    """
+    if not told or (type(told) is JsonIds and type(sent) is JsonIds and told.text == sent.text):
+        return
+    if list(told) != list(sent):
+        raise MalformedReply(
+            f"prompt_token_ids must be those that were sent: expected {len(sent)} ids, got {len(told)} or others"
+        )
 
 
 def text_choice_completion(

@@ -111,6 +111,8 @@ class _Collected(Generic[ChoiceT]):
         return f"<{type(self).__name__} {len(self._choices)} of {self._expected} choices>"
 
     def _keep(self, choice: ChoiceT, chunk: _Chunk) -> None:
+        if choice.finish_reason is not None and chunk.token_ids:
+            raise MalformedReply(f"a streamed choice must end once: got tokens after {choice.finish_reason!r}")
         choice.finish_reason = chunk.finish_reason or choice.finish_reason
         check_finished(choice)  # before the agent takes an abort for the end of the turn
         if chunk.token_ids is not None:
@@ -120,15 +122,16 @@ class _Collected(Generic[ChoiceT]):
         self._keep_prompt(chunk.index, chunk.prompt_token_ids)
 
     def _keep_prompt(self, index: int, ids: msgspec.Raw) -> None:
-        if (text := bytes(ids)) and text != b"null":
-            self._prompts[index] = text
+        if (text := bytes(ids)) and text != b"null" and self._prompts.setdefault(index, text) != text:
+            raise MalformedReply("a stream must be of one prompt: got other prompt_token_ids than before")
 
     def finished(self) -> list[tuple[ChoiceT, Sequence[int]]]:
-        """Return the choices with their prompts. Raises MalformedReply: the stream ended before they did."""
+        """Return the choices with their prompts. Raises MalformedReply: they are not whole, or more than asked for."""
         whole = [index for index, choice in self._choices.items() if choice.finish_reason is not None]
-        if len(whole) < max(self._expected, len(self._choices)):
+        if len(whole) != self._expected or len(self._choices) > self._expected:
             raise MalformedReply(
-                f"streamed reply must finish all its choices: expected {self._expected}, got {len(whole)}"
+                f"streamed reply must finish all its choices: expected {self._expected}, got {len(whole)} of "
+                f"{len(self._choices)}"
             )
         shared = self._prompts.get(-1, b"")
         return [(self._choices[i], prompt_ids(self._prompts.get(i, shared))) for i in sorted(self._choices)]

@@ -31,6 +31,7 @@ from turngate.runtime.session import Session
 from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.types import Completion, Message, Sampling
 from turngate.runtime.unwrap import single_errors
+from turngate.runtime.wire import check_prompt
 
 __all__ = ["RenderedSource", "offered_tools"]
 
@@ -137,6 +138,7 @@ class RenderedSource:
                     for part in collected.add(data).choices:
                         heard.put(part.token_ids or ())
             (completion,) = collected.completions(arrival(endpoint, sent))
+            check_prompt(completion.prompt_token_ids, prompt)
             return msgspec.structs.replace(completion, prompt_token_ids=prompt)
 
         return await conversation.complete(

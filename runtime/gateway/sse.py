@@ -18,21 +18,28 @@ async def event_data(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
 
     Raises: MalformedReply: an event has no end in sight. What `pieces` raises goes through.
     """
-    rest = b""
+    rest: list[bytes] = []  # of a line whose end is still to come, in pieces: joined once
     data: list[bytes] = []
+    waiting = kept = 0  # bytes in each
     async for piece in pieces:
-        lines = (rest + piece).split(b"\n")
-        rest = lines.pop()
-        if len(rest) > _MAX_EVENT_BYTES:
+        rest.append(piece)
+        waiting += len(piece)
+        if b"\n" in piece:
+            *lines, last = b"".join(rest).split(b"\n")
+            rest, waiting = [last], len(last)
+            for line in lines:
+                if line.startswith(b"data:"):
+                    data.append(line[5:].strip())
+                    kept += len(line)
+                elif data and line in (b"", b"\r"):
+                    yield b"\n".join(data)
+                    data.clear()
+                    kept = 0
+        if waiting + kept > _MAX_EVENT_BYTES:
             raise MalformedReply(f"events of a stream must have at most {_MAX_EVENT_BYTES} bytes: got more")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data.append(line[5:].strip())
-            elif data and line in (b"", b"\r"):
-                yield b"\n".join(data)
-                data.clear()
-    if rest.startswith(b"data:"):  # a server that ends without the last empty line
-        data.append(rest[5:].strip())
+    last = b"".join(rest)
+    if last.startswith(b"data:"):  # a server that ends without the last empty line
+        data.append(last[5:].strip())
     if data:
         yield b"\n".join(data)
 

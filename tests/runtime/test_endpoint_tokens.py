@@ -5,7 +5,7 @@ import pytest
 
 from turngate.runtime.dialect import Dialect
 from turngate.runtime.endpoint import Endpoint
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, MalformedReply
 from turngate.runtime.testing import FakeRenderer, FakeTransport, render_ids
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Message, Sampling
@@ -68,3 +68,20 @@ def test_a_renderer_and_the_mode_that_uses_it_come_together():
         Endpoint("http://x/v1", model="m", renderer=FakeRenderer())
     endpoint = Endpoint("http://x/v1", model="m")
     assert endpoint.conversation() is endpoint
+
+
+@pytest.mark.parametrize("where", ["choice", "reply"])
+@pytest.mark.parametrize(
+    "prompt", [[1], [1, *render_ids(ASK)], [*render_ids(ASK)[1:], 7]], ids=["cut", "more", "other"]
+)
+async def test_a_server_that_has_seen_another_prompt_than_it_was_sent_is_not_believed(where, prompt):
+    reply = msgspec.json.decode(sampled([*b"yes", 260], token_ids=[*b"yes", 260]).body)
+    told = reply["choices"][0] if where == "choice" else reply
+    transport = FakeTransport(lambda path, request: Reply(200, {}, msgspec.json.encode(reply)))
+    dialect = Dialect(token_mode="tokens")
+    endpoint = Endpoint("http://x/v1", model="m", dialect=dialect, renderer=FakeRenderer(), transport=transport)
+    told["prompt_token_ids"] = render_ids(ASK)
+    assert (await endpoint.complete(ASK, SAMPLING)).text == "yes"
+    told["prompt_token_ids"] = prompt
+    with pytest.raises(MalformedReply, match="prompt_token_ids must be those that were sent"):
+        await endpoint.complete(ASK, SAMPLING)

@@ -13,6 +13,7 @@ from turngate.runtime.errors import (
     ContextOverflow,
     EndpointError,
     EnvError,
+    MalformedReply,
     SessionError,
     SessionLimit,
     SessionSealed,
@@ -407,3 +408,16 @@ async def test_without_a_runtime_there_is_no_door():
 async def test_the_token_mode_of_the_endpoint_is_on_the_trajectory():
     async with Endpoint("http://127.0.0.1:9/v1", model="m") as endpoint:
         assert SessionTable(endpoint).create().seal().token_mode == "server"
+
+
+async def test_a_turn_that_was_delivered_and_cannot_be_recorded_is_not_forgotten_by_later_ones():
+    session = open_session()
+    garbled = Completion("a", [1], [-0.5], [0], JsonIds(b"[-1]"))
+    with pytest.raises(MalformedReply):
+        session.record([garbled], messages=[Message("user", "hi")])
+    session.failed(MalformedReply("garbled"))
+    await session.chat(HI)
+    session.add_reward("outcome", 1)
+    trajectory = session.seal()
+    assert (trajectory.end, len(trajectory.turns), trajectory.trainable) == (End.success, 1, False)
+    assert "token ids must be integers" in trajectory.untrainable_because

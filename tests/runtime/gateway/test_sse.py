@@ -1,3 +1,4 @@
+import time
 from itertools import pairwise
 
 import pytest
@@ -39,3 +40,13 @@ async def test_an_event_without_an_end_is_not_kept_for_ever(monkeypatch):
     monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100)
     with pytest.raises(MalformedReply, match="at most 100 bytes"):
         await read([b"data: " + b"x" * 60, b"y" * 60])
+    with pytest.raises(MalformedReply, match="at most 100 bytes"):
+        await read([b"data: x\n"] * 20)
+    assert len(await read([b"data: x\n\n"] * 20)) == 20
+
+
+async def test_a_long_line_in_small_pieces_costs_its_length_and_not_the_square_of_it():
+    line = b"data: " + b"x" * 8_000_000
+    began_s = time.process_time()
+    assert await read([line[at : at + 1000] for at in range(0, len(line), 1000)]) == [line[6:]]
+    assert time.process_time() - began_s < 2  # the square would take half a minute
