@@ -154,8 +154,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
             found += self._record_problems(mode)
         if use == "train" and not found:
             found += self._distribution_problems(sampling)
-        if use == "guide" and not found and not (logprobs := self._logprobs_of(mode)).is_yes:
-            found.append(f"candidates need log-probs of what was sampled: {logprobs.seen}")
         return found
 
     def _logprobs_of(self, mode: TokenMode) -> Finding:

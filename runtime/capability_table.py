@@ -82,11 +82,12 @@ def _limits(capabilities: Capabilities, use: Use) -> list[str]:
             limits.append("tokens get the policy version known when their request was sent")
         return limits
     if use == "guide":
-        what = "n candidates in one request" if capabilities.n.is_yes else "one request per candidate"
         token_level = (
             "" if capabilities.server.startswith("turngate") else "; token by token in the embedded engine only"
         )
-        return [what + token_level]
+        if capabilities.token_mode(has_renderer=True) == "text":
+            return [f"one request per candidate{token_level}", "only by values that read text, as judges do"]
+        return [f"one request per candidate{token_level}"]
     if use == "publish":
         limits = [capabilities.weights.seen]
         if not capabilities.prompt_logprobs.is_yes:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.events import BatchTaken, Events, GroupDropped
+from turngate.runtime.guidance_metrics import guidance_row
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.metrics import LoopLagMeter
 from turngate.runtime.outcomes import is_clean_root, outcome_row, recovery_row
@@ -96,13 +97,14 @@ class RunGauges:
 
         `success`, `reward`, `truncated`, `turns` and `tokens` are means over the batch's trajectories that the policy
         alone played from their task's start, NaN when there are none; how the others went is under `restart_*` and
-        `injected_*`, and mistakes are as `recovery_row` says. `env_steps` counts the turns of all of them: add it up to
-        compare runs at equal steps taken in environments. `lag_*` are over the tokens of all of them that are young
-        enough to train on; `*_share` are shares of the interval's wall time; `loop_lag_p99_ms` is how
-        late the event loop ran its timers, over the last minute or so. Groups that were too old for the policy count in
-        `groups_dropped_stale`; those of them that went with this batch for the critic in `groups_stale_kept`, and those
-        that no batch had room for in `groups_stale_lost`. `dropped_tokens` is the mean length of the rollouts of groups
-        that were dropped in the interval, to hold against `tokens`: a bound that drops the slow drops the long.
+        `injected_*`, mistakes are as `recovery_row` says, and guidance as `guidance_row` does. `env_steps` counts the
+        turns of all of them: add it up to compare runs at equal steps taken in environments. `lag_*` are over the
+        tokens of all of them that are young enough to train on; `*_share` are shares of the interval's wall time;
+        `loop_lag_p99_ms` is how late the event loop ran its timers, over the last minute or so. Groups that were too
+        old for the policy count in `groups_dropped_stale`; those of them that went with this batch for the critic in
+        `groups_stale_kept`, and those that no batch had room for in `groups_stale_lost`. `dropped_tokens` is the mean
+        length of the rollouts of groups that were dropped in the interval, to hold against `tokens`: a bound that drops
+        the slow drops the long.
         """
         now = time.monotonic()
         wall_s = max(now - self._since_s, 1e-9)
@@ -117,6 +119,7 @@ class RunGauges:
             "seconds": now - self._started_s,
             **outcome_row([t for t in trajectories if is_clean_root(t)]),
             **recovery_row(trajectories, self._is_mistake),
+            **guidance_row(trajectories),
             "env_steps": float(sum(len(t.turns) for t in trajectories)),
             "lag_max": float(lag.lag_max),
             "lag_mean": lag.lag_mean,

@@ -393,5 +393,6 @@ def _describe(
         "limits": runtime.limits,
         "sampling": runtime.sampling,
         "context": repr(runtime.context),
+        "guidance": repr(runtime.guidance),
         "max_concurrent": runtime.slots.total,
     }

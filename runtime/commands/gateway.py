@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from turngate.runtime.commands import Commands
 from turngate.runtime.commands.check import add_server_arguments, api_key_of, read_key, renderer_of
+from turngate.runtime.commands.guiding import add_guidance_arguments, check_guidance_arguments, guidance_of
 from turngate.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def add(commands: Commands) -> None:
     )
     gateway.add_argument("--max-tokens", type=int, default=1024, help="where agents name no cap (default: %(default)s)")
     gateway.add_argument("--agents-may-reward", action="store_true", help="a session's own key rewards and ends it")
+    add_guidance_arguments(gateway)
     gateway.set_defaults(run=_gateway)
 
 
@@ -62,6 +64,7 @@ def _gateway(arguments: argparse.Namespace) -> int:
     # Late: --help and the other commands need no server.
     from turngate.runtime.gateway.config import LOOPBACK, GatewayConfig
 
+    check_guidance_arguments(arguments)
     record: Path | None = arguments.record
     config = GatewayConfig(
         host=arguments.host,
@@ -105,11 +108,18 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", record: P
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with endpoint, Gateway(SessionTable(endpoint, limits=limits, sampling=pinned, events=events), config) as door:
+    table = SessionTable(endpoint, limits=limits, sampling=pinned, events=events)
+    async with (
+        endpoint,
+        guidance_of(arguments, endpoint) as guidance,
+        Gateway(table, config, guidance=guidance) as door,
+    ):
         mode = endpoint.dialect.token_mode
         print(f"gateway to {endpoint.model} (token mode {mode!r}) at {door.url}", flush=True)
         if config.admin_key is None:
             print(f"admin key: {door.admin_key}", flush=True)
+        if guidance is not None:
+            print(f"guided model: {endpoint.model}@guided, {guidance!r}", flush=True)
         await stop.wait()
         door.seal_sessions()
 

@@ -71,6 +71,31 @@ def test_what_cannot_work_is_explained_without_a_traceback(serve, tmp_path, caps
         assert said in capsys.readouterr().err
 
 
+def test_a_judge_makes_a_guided_model(serve, tmp_path):
+    arguments = ["--upstream", serve().url, "--judge", serve().url, "--draws", "3", "--record", str(tmp_path)]
+    with gateway(*arguments) as process:
+        url = process.stdout.readline().split()[-1]
+        assert process.stdout.readline().startswith("admin key: ")
+        name = process.stdout.readline().removeprefix("guided model: ").partition(",")[0]
+        with OpenAI(base_url=url, api_key="one") as client:
+            assert name in [model.id for model in client.models.list().data]
+            client.chat.completions.create(model=name, messages=HI, max_tokens=4)
+    (trajectory,) = read_trajectories(tmp_path / "trajectories.jsonl")
+    decision = trajectory.turns[0].decision
+    assert (decision.source, len(decision.candidates)) == ("judge", 3)
+
+
+def test_guidance_that_cannot_work_is_refused_before_anybody_asks(serve, capsys):
+    url = serve().url
+    for more, said in (
+        (["--guided-by", url, "--judge", url], "must not come together"),
+        (["--judge", url, "--beta", "-1"], "beta must be at least 0"),
+        (["--judge", url, "--draws", "0"], "draws must be 1 or more"),
+    ):
+        assert cli.main(["gateway", "--upstream", url, "--port", "0", *more]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_listening_to_the_world_without_a_key_is_warned_about(capsys, monkeypatch, tmp_path):
     async def nothing(*_):
         pass
