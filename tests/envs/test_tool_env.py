@@ -446,3 +446,19 @@ async def test_the_counts_of_tools_stay_shared_after_a_restore():
     await env.restore(await env.snapshot(), 0)
     await env.step(acting(call("count")))
     assert SavedVault.statistics()["calls"] == before + 1
+
+
+async def test_an_environment_made_of_functions_can_be_replayed_when_its_maker_says_that_it_has_no_luck():
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    make = functools.partial(ToolEnv, ToolSet([add]), score=lambda task, answer: float(answer == "5"), max_turns=3)
+    with pytest.raises(TypeError, match="needs deterministic_step = True or a method reseed"):
+        replayed(make)()
+    env = replayed(make, deterministic_step=True)()
+    await env.reset(TASK, 0)
+    await env.step(acting(call("add", a=2, b=3)))
+    snapshot = await env.snapshot()
+    for text, end in (("5", End.success), ("6", End.failure), ("5", End.success)):
+        await env.restore(snapshot, 1)
+        assert (await env.step(Action(text))).end is end
