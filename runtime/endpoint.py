@@ -27,6 +27,7 @@ from turngate.runtime.wire import (
     ChatRequest,
     TextReply,
     TextRequest,
+    Usage,
     chat_completion,
     check_logprobs,
     decode_reply,
@@ -241,7 +242,7 @@ class Endpoint:
             completion = with_guided_tokens(completion, reply, sampling)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/chat/completions") from error
-        self._count_tokens(reply)
+        self.count_tokens(reply.usage)
         return completion
 
     async def generate(
@@ -265,7 +266,7 @@ class Endpoint:
             completion = with_guided_tokens(completion, reply, sampling)
         except MalformedReply as error:
             raise self._malformed_reply(error, "/completions") from error
-        self._count_tokens(reply)
+        self.count_tokens(reply.usage)
         return completion
 
     async def score(self, token_ids: Sequence[int], *, timeout_s: float = 600.0) -> list[float]:
@@ -341,10 +342,11 @@ class Endpoint:
             return None
         return self.policy_version + 1  # served already while its publication is still being confirmed
 
-    def _count_tokens(self, reply: ChatReply | TextReply) -> None:
-        if reply.usage is not None:
-            self._prompt_tokens += reply.usage.prompt_tokens
-            self._completion_tokens += reply.usage.completion_tokens
+    def count_tokens(self, usage: Usage | None) -> None:
+        """Count the tokens of a reply whose request did not go through `complete`."""
+        if usage is not None:
+            self._prompt_tokens += usage.prompt_tokens
+            self._completion_tokens += usage.completion_tokens
 
     def _top_k(self, sampling: Sampling) -> int | None:
         if self.dialect.top_k:

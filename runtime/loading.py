@@ -116,6 +116,9 @@ def _module_in(path: Path, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"{what} must name a Python file: got none at {path}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python FILE.py` does: its neighbours can be imported
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look their module up
     spec.loader.exec_module(module)

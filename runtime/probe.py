@@ -97,7 +97,7 @@ def _chosen(model: str | None, models: Answer, asker: Asker) -> str:
     if not ids:
         raise ConfigError(
             f"model must be named: the server lists none, {models.problem or 'an empty list'} "
-            f"(GET {asker.url}/models); pass model, or --model"
+            f"(GET {asker.url}/models); check the URL, which mostly ends in /v1, or pass model, or --model"
         )
     return ids[0]
 

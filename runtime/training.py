@@ -66,7 +66,10 @@ async def train(
     """
     publisher = publisher or runtime.endpoint.publisher
     if publisher is None:
-        raise ConfigError("training needs a weight publisher: the endpoint has none; pass publisher=...")
+        raise ConfigError(
+            "training needs a weight publisher: the endpoint has none; pass publisher=..., as VLLMPublisher for vLLM "
+            "or FolderPublisher for a server that loads files itself"
+        )
     check_trainable(runtime.endpoint, runtime.sampling)
     _check_kind("restarts", restarts, Restarts)
     _check_kind("injection", injection, Injection)

@@ -89,12 +89,12 @@ def _tame_key(key: object) -> str:
         return f"<{type(key).__name__}>"
 
 
-def read_trajectories(path: Path) -> Iterator[Trajectory]:
+def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
     """Yield the trajectories of a file written by `write_trajectories`.
 
     Raises: RecordError: a line is not a trajectory; the message has the file, the line and the field.
     """
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield _decode(line)

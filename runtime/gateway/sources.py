@@ -19,6 +19,7 @@ from turngate.runtime.types import Completion
 from turngate.runtime.wire import (
     ChatReply,
     TextReply,
+    Usage,
     chat_choice_completion,
     decode_reply,
     prompt_ids,
@@ -90,6 +91,7 @@ class ServerSource:
         reply = decode_reply(body, text=self._is_text)
         if len(reply.choices) < 1:
             raise MalformedReply("choices must hold one completion: expected 1, got 0 (choices)")
+        self._endpoint.count_tokens(reply.usage)
         return Whole(body, self._completions_of(reply))
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
@@ -103,8 +105,11 @@ class ServerSource:
                     yield Chunk(data, self._collected.add(data))
 
     def completions(self) -> list[Completion]:
-        """Return the choices of the stream."""
-        return self._collected.completions(arrival(self._endpoint, self._sent))
+        """Return the choices of the stream. Their tokens are counted by the ids: usage is in streams that ask for it."""
+        completions = self._collected.completions(arrival(self._endpoint, self._sent))
+        generated = sum(len(completion.token_ids) for completion in completions)
+        self._endpoint.count_tokens(Usage(len(completions[0].prompt_token_ids), generated))
+        return completions
 
     def _completions_of(self, reply: ChatReply | TextReply) -> list[Completion]:
         sent, received, newest = msgspec.structs.astuple(arrival(self._endpoint, self._sent))

@@ -21,6 +21,7 @@ LORA_KEY = "turngate.lora"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """Files of a model folder that hold weights or say where they are."""
+_ADAPTERS = "; these are LoRA adapters: give them to a publisher of adapters, as VLLMPublisher(mode='lora')"
 
 
 class _Tensor(msgspec.Struct):
@@ -58,11 +59,15 @@ def check_tensors(weights: Path, base_model: Path) -> None:
     if missing := sorted(own.keys() - new.keys()) or sorted(new.keys() - own.keys()):
         raise PublishRefused(
             f"weights must have the names of the model in {base_model}: expected {len(own)} tensors, got {len(new)}; "
-            f"not in both: {', '.join(missing[:3])} ({weights})"
+            f"not in both: {', '.join(missing[:3])} ({weights}){_ADAPTERS if _are_adapters(new) else ''}"
         )
     for name, shape in new.items():
         if shape != own[name]:
             raise PublishRefused(f"weights must have the model's shapes: expected {own[name]}, got {shape} ({name})")
+
+
+def _are_adapters(names: Iterable[str]) -> bool:
+    return any(".lora_A." in name for name in names)
 
 
 def model_folder(base_model: Path, weights: Path) -> Callable[[Path], None]:

@@ -1,4 +1,5 @@
 import functools
+import sys
 
 import pytest
 
@@ -39,6 +40,14 @@ def test_modules_in_the_current_folder_are_found(script, monkeypatch):
     monkeypatch.chdir(script.parent)
     monkeypatch.setattr("sys.path", ["elsewhere"])
     assert load_object("mine:number", "--env") == 7
+
+
+def test_a_file_imports_its_neighbours_as_a_script_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "neighbour_of_it.py").write_text("number = 8\n")
+    (tmp_path / "it.py").write_text("from neighbour_of_it import number\n")
+    assert load_object(f"{tmp_path / 'it.py'}:number", "--env") == 8
+    sys.modules.pop("neighbour_of_it")
 
 
 def test_coroutine_functions_are_agents(script):

@@ -119,6 +119,12 @@ async def test_a_server_that_is_not_there_is_an_error():
         await probe("127.0.0.1:8000")
 
 
+async def test_a_url_that_lacks_its_end_is_suspected_where_no_model_is_listed():
+    async with FakeServer() as server:
+        with pytest.raises(ConfigError, match="mostly ends in /v1"):
+            await probe(server.url.removesuffix("/v1"))
+
+
 async def test_a_name_and_password_in_the_url_are_used_and_never_shown():
     async with FakeServer() as server:
         found = await probe(server.url.replace("http://", "http://me:pass-word@"))

@@ -24,7 +24,7 @@ def test_trajectories_survive_the_file_exactly(tmp_path):
     ]
     path = tmp_path / "some.jsonl"
     assert write_trajectories(path, trajectories) == 3
-    assert list(read_trajectories(path)) == trajectories
+    assert list(read_trajectories(path)) == list(read_trajectories(str(path))) == trajectories
     assert isinstance(trajectories[2].turns[0].snapshot, Snapshot)
     assert trajectories[1].last_context != b""
 

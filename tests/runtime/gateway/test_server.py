@@ -35,6 +35,17 @@ async def test_a_delivered_reply_is_a_turn_with_the_servers_own_ids():
     assert trajectory.messages == (Message("user", "hi"), Message("assistant", "hello"))
 
 
+async def test_tokens_of_agents_are_counted_as_those_of_environments():
+    """Prices are of them; a stream without usage is counted by its ids."""
+    prompt, sampled = len(render_ids([Message("user", "hi")])), len("hello") + 1
+    async with door_to("hello") as door:
+        session = door.session()
+        for count, more in enumerate(({}, {"stream": True}), start=1):
+            await door.post(CHAT_PATH, session.key, {**CHAT, **more})
+            counted = door.endpoint.statistics()
+            assert (counted.prompt_tokens, counted.completion_tokens) == (count * prompt, count * sampled)
+
+
 async def test_extensions_stay_here_unless_they_are_asked_for():
     async with door_to() as door:
         session = door.session()

@@ -26,3 +26,13 @@ def test_a_header_that_lies_is_refused_before_memory_is_taken_for_it(tmp_path, c
         check_tensors(tmp_path / "new", tmp_path)
     with pytest.raises(PublishError, match="whole safetensors file"):
         read_canary(tmp_path / "new")
+
+
+def test_adapters_for_a_publisher_of_whole_models_are_told_where_they_belong(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(safetensors(b'{"w": {"shape": [1]}}'))
+    (tmp_path / "new").write_bytes(safetensors(b'{"base_model.model.w.lora_A.weight": {"shape": [1]}}'))
+    (tmp_path / "other").write_bytes(safetensors(b'{"v": {"shape": [1]}}'))
+    with pytest.raises(PublishRefused, match="these are LoRA adapters"):
+        check_tensors(tmp_path / "new", tmp_path)
+    with pytest.raises(PublishRefused, match=r"not in both: w \([^()]*other\)$"):
+        check_tensors(tmp_path / "other", tmp_path)
