@@ -10,7 +10,8 @@ import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.envs.fakes import CoinFlipEnv, EchoEnv
-from turngate.runtime import Limits, Runtime
+from turngate.runtime import Agent, Limits, Runtime, Session
+from turngate.runtime.agent import check_agent_run
 from turngate.runtime.allocation import highest
 from turngate.runtime.branch_budget import BranchLimits
 from turngate.runtime.branching import branch, turn_surprisal
@@ -176,6 +177,16 @@ def test_its_metrics_are_the_documented_ones() -> None:
     section = page.partition("\n## Branches\n")[2].partition("\n## ")[0]
     brancher = GroupBrancher(Branching(), runtime_of(FakeEndpoint(heads)), CoinFlipEnv, seed=1)
     assert set(re.findall(r"`(branch_\w+)`", section)) == brancher.metrics().keys()
+
+
+def test_an_agent_that_runs_its_own_loop_cannot_be_branched_from() -> None:
+    async def solve(session: Session, task: Task) -> float:
+        return 0.0
+
+    with pytest.raises(ConfigError, match="branching must go with an environment"):
+        check_agent_run(Agent(solve), branching=Branching())
+    check_agent_run(Agent(solve), branching=None)
+    check_agent_run(CoinFlipEnv, branching=Branching())
 
 
 # --- inside the collector
