@@ -205,8 +205,7 @@ class _Episode:
             self._waits.begin_turn()
             # 2. Decide what the model sees, and sample what it does.
             snapshot = await self._env.snapshot() if self._keep_snapshots else None
-            shown = await self._shown(history)
-            sampled = await self._acting.act(shown, sampling, turn, history.messages)
+            shown, sampled = await self._sample(history, sampling, turn)
             if not sampled.is_injected and self._is_too_long(sampled.completion):
                 self._keep_last_context(sampled.completion)
                 return End.context_overflow
@@ -281,6 +280,11 @@ class _Episode:
         limit = self._limits.max_context_tokens
         if limit is None or len(completion.prompt_token_ids) <= limit:  # learners may be sized for the limit
             self._recorder.add_last_context(completion.prompt_token_ids)
+
+    async def _sample(self, history: History, sampling: Sampling, turn: int) -> tuple[Sequence[Message], Sampled]:
+        """Return what the model is shown, and what was done then, whoever chose it."""
+        shown = await self._shown(history)
+        return shown, await self._acting.act(shown, sampling, turn, history.messages)
 
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self._limits.max_context_tokens
