@@ -46,6 +46,8 @@ _BACKLOG = 4096
 """Thousands of agents may connect at once; the usual 128 drops their SYNs, and each waits a second or more."""
 _LINGER_S = 1.0
 """How long the rest of a refused body is read, so that the client sees why before its connection is closed."""
+_CLIENT_GONE = 499
+"""Counted, and written to nobody."""
 _PREFIX = "/s/{key}"
 """Before every path, for agents whose key cannot be chosen."""
 _log = logging.getLogger("turngate.gateway")
@@ -201,8 +203,10 @@ class Gateway:
                 reply = _refuse(self._too_large())
             except RecursionError:  # decoded, but too deep for what is done with it
                 reply = _refuse(nested_too_deep())
-            except ConnectionError:
-                raise  # the client is gone; aiohttp tidies up
+            except ConnectionError:  # the client is gone; raised further, each would be a traceback in the log
+                if http.transport is not None:
+                    http.transport.abort()
+                reply = web.Response(status=_CLIENT_GONE)
             except Exception:  # the boundary: a bug costs one request, not the gateway, and is told
                 _log.exception("a request failed")
                 reply = _refuse(RequestError("the gateway has a bug; see its log", status=500, kind="server_error"))
