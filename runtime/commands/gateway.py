@@ -7,18 +7,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from turngate.runtime.commands import Commands
 from turngate.runtime.commands.check import add_server_arguments, api_key_of, read_key, renderer_of
 from turngate.runtime.commands.guiding import add_guidance_arguments, check_guidance_arguments, guidance_of
 from turngate.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from turngate.runtime.endpoint import Endpoint
     from turngate.runtime.events import Events
     from turngate.runtime.gateway import GatewayConfig
 
 __all__ = ["add"]
 
 _FILE = "trajectories.jsonl"
+_MAX_TOKENS = 1024
 
 
 def add(commands: Commands) -> None:
@@ -54,7 +58,13 @@ def add(commands: Commands) -> None:
         metavar="T",
         help="pins how replies are drawn, whatever agents ask for; 1 makes episodes that can be trained on",
     )
-    gateway.add_argument("--max-tokens", type=int, default=1024, help="where agents name no cap (default: %(default)s)")
+    gateway.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"where agents name no cap, with --temperature (default: {_MAX_TOKENS}, or a quarter of the server's "
+        "context where that is less); without it the server's own",
+    )
     gateway.add_argument("--agents-may-reward", action="store_true", help="a session's own key rewards and ends it")
     add_guidance_arguments(gateway)
     gateway.set_defaults(run=_gateway)
@@ -96,7 +106,7 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", record: P
         _write_episodes(record, events)
     pinned = None
     if arguments.temperature is not None:
-        pinned = Sampling(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
+        pinned = Sampling(temperature=arguments.temperature, max_tokens=arguments.max_tokens or _MAX_TOKENS)
     limits = Limits(max_turns=arguments.max_turns, rollout_timeout_s=arguments.deadline)
     endpoint = await connect(
         arguments.url,
@@ -105,6 +115,8 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", record: P
         renderer=renderer_of(arguments),
         timeout_s=arguments.timeout,
     )
+    if pinned is not None and arguments.max_tokens is None:
+        pinned = msgspec.structs.replace(pinned, max_tokens=_default_cap(endpoint))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -122,6 +134,12 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", record: P
             print(f"guided model: {endpoint.model}@guided, {guidance!r}", flush=True)
         await stop.wait()
         door.seal_sessions()
+
+
+def _default_cap(endpoint: "Endpoint") -> int:
+    """Return the cap for agents that name none: a server refuses to write more than its context has room for."""
+    context = endpoint.capabilities.max_context if endpoint.capabilities is not None else None
+    return _MAX_TOKENS if context is None else max(1, min(_MAX_TOKENS, context // 4))
 
 
 def _write_episodes(folder: Path, events: "Events") -> None:

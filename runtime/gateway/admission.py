@@ -10,7 +10,7 @@ from turngate.runtime.deadline import Alarm
 from turngate.runtime.errors import SessionSealed
 from turngate.runtime.gateway.config import GatewayConfig
 from turngate.runtime.gateway.guests import Guest, Guests
-from turngate.runtime.gateway.keys import Claim, bearer, check_role, claim_of, is_same_key
+from turngate.runtime.gateway.keys import Claim, bearer, check_role, claim_of, is_name, is_same_key
 from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.session import Session
 from turngate.runtime.session_table import SessionTable
@@ -126,8 +126,10 @@ class Admission:
 
     def _open(self, key: str) -> Session:
         self._opened += 1
-        id = f"agent-{self._opened}"
-        session = self.sessions.create(Task(id), id=id, key=key, seed=random_seed())
+        # A key without a name behind it may be a secret of the agent's owner, which no record should have.
+        name = key[len(self._admin_key) + 1 :] if self.config.admin_key is not None else ""
+        id = f"{name}.{self._opened}" if is_name(name) else f"agent-{self._opened}"
+        session = self.sessions.create(Task(name if is_name(name) else id), id=id, key=key, seed=random_seed())
         guest = self.guests.of(session)
         guest.is_self_opened = True
         session.when_sealed(lambda _: guest.idle.close() if guest.idle is not None else None)

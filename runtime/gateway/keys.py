@@ -8,7 +8,7 @@ from aiohttp import web
 
 from turngate.runtime.openai_api.refusals import RequestError
 
-__all__ = ["GUIDED", "Claim", "bearer", "check_role", "claim_of", "is_guided", "is_same_key", "role_in"]
+__all__ = ["GUIDED", "Claim", "bearer", "check_role", "claim_of", "is_guided", "is_name", "is_same_key", "role_in"]
 
 SESSION_HEADER = "x-turngate-session"
 ROLE_HEADER = "x-turngate-role"
@@ -58,6 +58,11 @@ def role_in(model: str | None) -> str:
 def is_guided(model: str | None) -> bool:
     """Whether a model's name asks for the guided policy."""
     return (model or "").endswith(f"@{GUIDED}")
+
+
+def is_name(name: str) -> bool:
+    """Whether words behind a key can name its episode in the record: as roles, they are short and plain."""
+    return _ROLE.fullmatch(name) is not None
 
 
 def check_role(role: str, where: str) -> str:

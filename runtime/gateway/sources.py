@@ -105,7 +105,7 @@ class ServerSource:
                     yield Chunk(data, self._collected.add(data))
 
     def completions(self) -> list[Completion]:
-        """Return the choices of the stream. Their tokens are counted by the ids: usage is in streams that ask for it."""
+        """Return the choices of the stream, whose tokens are counted by their ids: usage comes only when asked for."""
         completions = self._collected.completions(arrival(self._endpoint, self._sent))
         generated = sum(len(completion.token_ids) for completion in completions)
         self._endpoint.count_tokens(Usage(len(completions[0].prompt_token_ids), generated))

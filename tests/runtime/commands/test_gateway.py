@@ -42,6 +42,18 @@ def test_every_api_key_is_an_episode_and_all_are_written_when_it_stops(serve, tm
     assert all(trajectory.trainable and trajectory.token_mode == "server" for trajectory in trajectories)
 
 
+@pytest.mark.parametrize(
+    ("context", "asked", "sent"),
+    [(400, [], 100), (100_000, [], 1024), (400, ["--max-tokens", "300"], 300)],
+)
+def test_an_agent_that_names_no_cap_gets_one_that_fits_the_servers_context(serve, tmp_path, context, asked, sent):
+    server = serve(max_model_len=context)
+    with gateway("--upstream", server.url, "--record", str(tmp_path), "--temperature", "1", *asked) as process:
+        with OpenAI(base_url=process.stdout.readline().split()[-1], api_key="one", max_retries=0) as client:
+            client.chat.completions.create(model="any", messages=HI)
+    assert server.requests[-1][2]["max_tokens"] == sent
+
+
 def test_with_a_key_file_sessions_are_opened_by_its_key(serve, tmp_path):
     (tmp_path / "key").write_text("the-key\n")
     with gateway("--upstream", serve().url, "--key-file", str(tmp_path / "key")) as process:

@@ -35,6 +35,21 @@ async def test_with_an_admin_key_only_that_key_and_names_behind_it_open_sessions
         assert len(door.gateway.sessions) == 3
 
 
+async def test_the_name_behind_the_admin_key_names_the_episode_and_no_key_does():
+    for config, key, told in (
+        ({}, f"{ADMIN}.basket-7", ("basket-7", "basket-7.1")),
+        ({}, f"{ADMIN}.not a name", ("agent-1", "agent-1")),
+        ({}, ADMIN, ("agent-1", "agent-1")),
+        ({"admin_key": None}, f"{ADMIN}.basket-7", ("agent-1", "agent-1")),
+    ):
+        table: dict[str, Any] = {}
+        finished = recorded(table)
+        async with door_to(sessions_by_key=True, table=table, **config) as door:
+            await door.post(CHAT_PATH, key)
+            door.gateway.seal_sessions()
+        assert (finished[0].task.id, finished[0].id) == told
+
+
 async def test_an_idle_session_ends_and_its_key_begins_a_new_one():
     table: dict[str, Any] = {}
     finished = recorded(table)
