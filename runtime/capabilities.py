@@ -1,6 +1,6 @@
 """What a server can do, as found by asking it, and what that means for Turngate."""
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -163,7 +163,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         """Return it for people: each capability with what was seen, then what will work in Turngate."""
         from turngate.runtime.capability_table import render_table  # late: it reads this module
 
-        return render_table(self)
+        return render_table(cast(Any, self))  # to a type checker this file has two names, and two classes
 
     def _answer_problems(self, mode: TokenMode) -> list[str]:
         if self.chat.is_yes or mode == "tokens":

@@ -33,7 +33,10 @@ class WeightPublisher(Protocol):
     `is_serving(path)`, which asks the server whether it answers like the weights in a file.
     """
 
-    in_flight: InFlight
+    @property
+    def in_flight(self) -> InFlight:
+        """What becomes of requests under way."""
+        ...
 
     async def publish(self, path: Path, policy_version: int) -> None:
         """Serve the safetensors file `path` as `policy_version`.

@@ -15,7 +15,7 @@ from turngate.runtime.session_table import SessionTable
 from turngate.runtime.testing.scripted_server import Said, ScriptedServer
 from turngate.runtime.types import Sampling
 
-HI = [{"role": "user", "content": "hi"}]
+HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "m", "messages": HI}
 LOOK = ToolCall("call_1", "look", '{"at": "it"}')
 ADMIN = "the-admin-key"

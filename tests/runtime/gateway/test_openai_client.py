@@ -11,7 +11,7 @@ from tests.runtime.gateway.doors import HI, LOOK, TOOLS, door_to, two_tool_agent
 from turngate.envs.base import ToolCall
 from turngate.runtime.testing.scripted_server import Said
 
-RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+RESPONSE_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 RESULTS = {"look": "there are 2 and 2", "take": "taken"}
 
 
