@@ -248,7 +248,7 @@ def test_the_page_about_environments_runs(
     for script in scripts:
         exec(script, vars(module))
 
-    assert [capsys.readouterr().out] == shown
+    assert capsys.readouterr().out == "".join(shown)
     for kit in (module.TestGuess(), module.TestSavableGuess(), module.TestLibrary()):
         for name in dir(kit):
             if name.startswith("test_"):

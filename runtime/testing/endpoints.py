@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 
-from turngate.envs.base import ToolSpec
+from turngate.envs.base import Action, ToolSpec
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Completion, Message, Sampling
 from turngate.runtime.weights import WeightPublisher
@@ -50,16 +50,17 @@ class Call(NamedTuple):
     tools: tuple[ToolSpec, ...]
 
 
-Answer: TypeAlias = "str | Completion | BaseException"
+Answer: TypeAlias = "str | Action | Completion | BaseException"
 Script: TypeAlias = "Iterable[Answer] | Callable[[Sequence[Message]], Answer | Awaitable[Answer]]"
 
 
 class FakeEndpoint:
     """Answers from a script, with ids, log-probs and versions as a good server would give them.
 
-    The script is answers in the order of the calls, or a function of the messages. A text is tokenised by
-    `render_ids`; a Completion is returned as it is; an exception is raised. The first half of a text's tokens has the
-    version at send, the rest the version after the latency: publish in between and a turn spans two versions.
+    The script is answers in the order of the calls, or a function of the messages. A text, or an Action with tool
+    calls, is tokenised by `render_ids`; a Completion is returned as it is; an exception is raised. The first half of
+    an answer's tokens has the version at send, the rest the version after the latency: publish in between and a turn
+    spans two versions.
     """
 
     def __init__(
@@ -119,12 +120,13 @@ class FakeEndpoint:
         """Remember that it was closed."""
         self.closed = True
 
-    def _completion(self, prompt: list[int], text: str, sampling: Sampling, sent: int) -> Completion:
-        ids = [*text.encode(), END_ID]
-        stop_reason = "stop"
+    def _completion(self, prompt: list[int], answer: str | Action, sampling: Sampling, sent: int) -> Completion:
+        text, calls = (answer, ()) if isinstance(answer, str) else (answer.text, answer.tool_calls)
+        ids = render_ids([Message("assistant", text, calls)], add_generation_prompt=False)[1:]
+        stop_reason = "tool_calls" if calls else "stop"
         if len(ids) > sampling.max_tokens:
             ids, stop_reason = ids[: sampling.max_tokens], "length"
-            text = bytes(ids).decode(errors="replace")
+            text, calls = bytes(ids).decode(errors="replace"), ()
         now = self.policy_version
         half = (len(ids) + 1) // 2
         return Completion(
@@ -134,6 +136,7 @@ class FakeEndpoint:
             versions=[sent] * half + [now] * (len(ids) - half) if self._token_ids else (),
             prompt_token_ids=prompt if self._token_ids else (),
             stop_reason=stop_reason,
+            tool_calls=calls,
             version_sent=sent,
             version_received=now,
         )

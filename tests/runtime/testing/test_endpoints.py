@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from turngate.envs.base import Action, ToolCall
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
 from turngate.runtime.testing import FakeEndpoint, FakeTransport, render_ids, run_virtual
 from turngate.runtime.types import Completion, Message, Sampling
@@ -27,6 +28,17 @@ def test_what_was_sampled_is_rendered_as_the_same_ids():
         *completion.prompt_token_ids,
         *completion.token_ids,
     ]
+
+
+def test_a_scripted_action_calls_its_tools_and_renders_as_the_same_ids():
+    calls = (ToolCall("a", "look", '{"at": "it"}'),)
+    completion = complete(FakeEndpoint([Action("let me see", calls)]))
+    then = render_ids([*ASK, Message("assistant", "let me see", calls), Message("tool", "seen")])
+    ids = [*completion.prompt_token_ids, *completion.token_ids]
+    assert then[: len(ids)] == ids
+    assert (completion.text, completion.tool_calls, completion.stop_reason) == ("let me see", calls, "tool_calls")
+    cut = complete(FakeEndpoint([Action("", calls)]), Sampling(max_tokens=3))
+    assert (cut.text, cut.tool_calls, cut.stop_reason) == ("loo", (), "length")
 
 
 def test_the_script_may_be_a_function_of_the_messages_even_asynchronous():
