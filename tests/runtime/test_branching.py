@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -250,7 +251,7 @@ def test_branches_wait_behind_the_main_rollouts():
 
 
 def test_cancelled_at_every_moment_branches_leave_no_slot_and_no_environment():
-    state = {}
+    state: dict[str, Any] = {}
 
     async def play():
         state["made"] = made = []
@@ -371,7 +372,7 @@ def test_without_an_environment_there_is_nothing_to_branch_from():
 
 
 def test_cancelling_a_decision_cancels_its_branches():
-    state = {}
+    state: dict[str, Any] = {}
 
     async def play():
         runtime = runtime_of(says("heads"))

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 import msgspec
 import pytest
@@ -59,7 +59,8 @@ def test_the_record_holds_every_draw_with_its_value_and_weight():
 
 
 def test_p12_over_all_draws_and_choices_the_marginal_is_the_formula_and_its_weight_leads_back_to_the_base():
-    guided, back = Counter(), Counter()
+    guided: dict[str, float] = defaultdict(float)
+    back: dict[str, float] = defaultdict(float)
     for drawn in itertools.product("abc", repeat=3):
         chance = math.prod(PI[a] for a in drawn)
         chosen, _ = choose(drawn)
@@ -68,7 +69,7 @@ def test_p12_over_all_draws_and_choices_the_marginal_is_the_formula_and_its_weig
             back[candidate.text] += chance * candidate.weight / (3 * candidate.weight)
             if index == chosen.decision.chosen:
                 assert math.exp(chosen.decision.log_selection) == pytest.approx(3 * candidate.weight)
-    expected = Counter()
+    expected: dict[str, float] = defaultdict(float)
     for drawn in itertools.product("abc", repeat=3):
         for action, weight in zip(drawn, selection_probs([Q[a] for a in drawn], 3.0), strict=True):
             expected[action] += math.prod(PI[a] for a in drawn) * weight
@@ -254,7 +255,7 @@ def test_a_decision_is_written_and_read_with_its_turn():
 def test_guided_and_enumerated_agree_in_the_limit_of_many_draws():
     drawn = "a" * 600 + "b" * 300 + "c" * 100
     chosen, _ = choose(drawn)
-    total = Counter()
+    total: dict[str, float] = defaultdict(float)
     for candidate in chosen.decision.candidates:
         total[candidate.text] += candidate.weight
     target = enumerated_probs([math.log(p) for p in PI.values()], list(Q.values()), 3.0)
