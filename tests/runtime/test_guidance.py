@@ -260,3 +260,53 @@ def test_guided_and_enumerated_agree_in_the_limit_of_many_draws():
         total[candidate.text] += candidate.weight
     target = enumerated_probs([math.log(p) for p in PI.values()], list(Q.values()), 3.0)
     assert [total[a] for a in PI] == pytest.approx(target)
+
+
+def test_a_schedule_that_gives_no_beta_is_refused_by_name():
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(ConfigError, match=r"from its schedule at policy version 3"):
+            asyncio.run(Guidance(q_of, beta=lambda _, b=wrong: b).choose(draws("a"), point(policy_version=3)))
+
+
+def test_a_kl_budget_that_even_the_best_draw_keeps_to_is_not_greedy_by_intent():
+    chosen, guidance = choose("abac", beta=math.inf, max_kl=5.0)
+    assert chosen.text == "c"
+    assert not chosen.decision.is_greedy
+    assert not guidance.is_greedy
+
+
+def test_variants_share_their_tallies_and_check_their_settings():
+    guidance = Guidance(q_of, beta=1.0, draws=2)
+    variant = guidance.variant(beta=7.0, draws=4, floor=0.1, max_kl=9.0)
+    chosen = asyncio.run(variant.choose(draws("abac"), point()))
+    assert (chosen.decision.beta, chosen.decision.floor) == (7.0, 0.1)
+    assert (guidance.statistics().guided, guidance.beta, guidance.draws) == (1, 1.0, 2)
+    with pytest.raises(ConfigError, match="draws must be 1 or more"):
+        guidance.variant(draws=0)
+
+
+def test_values_that_ignore_their_cancellation_are_left_behind():
+    async def stubborn(point, candidates):
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+
+    async def play():
+        guidance = Guidance(stubborn, beta=1.0, draws=2, timeout_s=3.0, grace_s=2.0)
+        began = asyncio.get_running_loop().time()
+        chosen = await guidance.choose(draws("ab"), point())
+        return chosen.decision.fallback, asyncio.get_running_loop().time() - began
+
+    fallback, seconds = run_virtual(play())
+    assert (fallback, seconds) == ("timeout", pytest.approx(5.0))
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, GeneratorExit])
+def test_what_values_must_not_raise_costs_a_decision_and_not_the_loop(kind):
+    async def q(point, candidates):
+        raise kind
+
+    chosen, _ = choose("ab", q=q)
+    assert chosen.decision.fallback.startswith("error")

@@ -166,7 +166,7 @@ async def test_a_value_server_that_misbehaves_costs_the_guidance_and_nothing_els
     assert decision.log_selection == 0.0
 
 
-async def test_a_thousand_guided_requests_at_once_through_one_gateway():
+async def test_hundreds_of_guided_requests_at_once_through_one_gateway():
     async def q(point, candidates):
         return [float(one.text == "b") for one in candidates]
 
@@ -176,11 +176,11 @@ async def test_a_thousand_guided_requests_at_once_through_one_gateway():
         session = d.session()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as d.http:
             bodies = [
-                {"model": "b@guided", "messages": [{"role": "user", "content": str(number)}]} for number in range(1000)
+                {"model": "b@guided", "messages": [{"role": "user", "content": str(number)}]} for number in range(200)
             ]
             found = await asyncio.gather(*(d.post("/v1/chat/completions", session.key, body) for body in bodies))
         turns = session.seal().turns
     assert {status for status, _, _ in found} == {200}
-    assert len(turns) == 1000
+    assert len(turns) == 200
     assert all(turn.decision.fallback == "" for turn in turns)
     assert all(turn.text == "b" or "b" not in [c.text for c in turn.decision.candidates] for turn in turns)
