@@ -3,7 +3,7 @@
 Both give the bytes of an OpenAI-compatible reply, whole or in chunks, and the completions that the record is made of.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, Protocol, cast
 
@@ -71,10 +71,13 @@ class ServerSource:
         choices: int,
         timeout_s: float,
         is_text: bool = False,
+        prompt: Sequence[int] = (),
     ) -> None:
         """Args: make_body: called for each attempt, as the model's name goes with the version that answers to it.
-        choices: expected. is_text: of /completions, not of a chat.
+        choices: expected. is_text: of /completions, not of a chat. prompt: the ids that are asked with, where it is
+        ids: servers that spell ids out do not repeat them.
         """
+        self._prompt = prompt
         self._endpoint, self._path, self._make_body, self._timeout_s = endpoint, path, make_body, timeout_s
         self._is_text = is_text
         self._choices = choices
@@ -106,7 +109,7 @@ class ServerSource:
 
     def completions(self) -> list[Completion]:
         """Return the choices of the stream, whose tokens are counted by their ids: usage comes only when asked for."""
-        completions = self._collected.completions(arrival(self._endpoint, self._sent))
+        completions = self._with_prompts(self._collected.completions(arrival(self._endpoint, self._sent)))
         generated = sum(len(completion.token_ids) for completion in completions)
         self._endpoint.count_tokens(Usage(len(completions[0].prompt_token_ids), generated))
         return completions
@@ -117,7 +120,17 @@ class ServerSource:
         if not self._is_text:
             choices = cast(ChatReply, reply).choices
             return [chat_choice_completion(choice, shared, sent, received, newest) for choice in choices]
+        return self._with_prompts(
+            [
+                text_choice_completion(choice, prompt_ids(choice.prompt_token_ids) or shared, sent, received, newest)
+                for choice in cast(TextReply, reply).choices
+            ]
+        )
+
+    def _with_prompts(self, completions: list[Completion]) -> list[Completion]:
+        if not self._prompt:
+            return completions
         return [
-            text_choice_completion(choice, prompt_ids(choice.prompt_token_ids) or shared, sent, received, newest)
-            for choice in cast(TextReply, reply).choices
+            one if one.prompt_token_ids else msgspec.structs.replace(one, prompt_token_ids=self._prompt)
+            for one in completions
         ]

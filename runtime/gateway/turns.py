@@ -87,6 +87,7 @@ class Works:
                 choices=(ask.n or 1) * _prompts(ask),
                 timeout_s=self._timeout_s,
                 is_text=True,
+                prompt=_prompt_ids(ask),
             )
             if steered.actions is not None:
                 source = GuidedSource(
@@ -293,6 +294,13 @@ def _prompts(ask: TextAsk) -> int:
     """Return the number of prompts: a list of ids is one."""
     prompt = ask.prompt
     return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+
+
+def _prompt_ids(ask: TextAsk) -> list[int]:
+    """Return the ids of a prompt that is one list of them; empty for texts and for several prompts."""
+    prompt = ask.prompt
+    ids = [] if isinstance(prompt, str) else [each for each in prompt if isinstance(each, int)]
+    return ids if len(ids) == len(prompt) else []
 
 
 def _text_messages(ask: TextAsk) -> tuple[Message, ...]:

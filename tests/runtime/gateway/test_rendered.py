@@ -171,6 +171,17 @@ async def test_streamed_ids_that_come_spelled_out_are_recorded_as_others_are():
     assert list(trajectory.segments[0].ids()) == [*render_ids([Message("user", "hi")]), *b"one two three", 260]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_of_ids_is_recorded_though_the_server_does_not_repeat_it(stream):
+    dialect = Dialect(token_mode="tokens", token_id_strings=True, return_token_ids=False)
+    async with door_to("one two", endpoint={**TOKENS, "dialect": dialect}) as door:
+        session = door.session()
+        await door.post("/v1/completions", session.key, {"prompt": [104, 105], "stream": stream, "n": 2})
+        trajectory = session.seal()
+    assert (trajectory.untrainable_because, len(trajectory.turns)) == ("", 2)
+    assert [list(segment.ids()) for segment in trajectory.segments] == [[104, 105, *b"one two", 260]] * 2
+
+
 async def test_streamed_turns_go_on_from_the_ids_that_were_sampled():
     async with door_to("one two", endpoint=TOKENS) as door:
         session = door.session()
