@@ -66,3 +66,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("admin_key must be printable ASCII: it travels in a header (GatewayConfig)")
         if self.admin_key == "":
             raise ConfigError("admin_key must not be empty (GatewayConfig); None makes a random one")
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "admin_key")
+        return f"GatewayConfig({', '.join(shown)})"  # without the key: settings get printed and logged

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from tests.runtime.gateway.doors import ADMIN, CHAT, door_to
 from tests.runtime.gateway.test_server import CHAT_PATH, error
+from turngate.runtime.gateway import GatewayConfig
 from turngate.runtime.transcript import trajectory_json
 
 KEY = "sk-upstream-5ecret"
@@ -76,3 +77,8 @@ async def test_session_keys_are_in_no_log_and_no_record(caplog):
         _, told, _ = await door.post(CHAT_PATH, session.key)
     assert session.key not in caplog.text + line + msgspec.json.encode(told).decode()
     assert ADMIN not in caplog.text
+
+
+def test_settings_are_shown_without_the_admin_key():
+    shown = repr(GatewayConfig(admin_key="very-secret", port=8100))
+    assert ("port=8100" in shown, "very-secret" in shown) == (True, False)
