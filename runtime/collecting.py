@@ -62,8 +62,8 @@ async def collect(
         retry_failed: play episodes again that the machinery failed.
         give_up_after: failures in a row, with nothing else in between, that end the collection.
         on_episode: told each new episode, with how many are in the file and how many will be.
-    Raises: ConfigError: what was asked for cannot work, or the file belongs to something else. EndpointError, EnvError:
-        too many episodes in a row failed.
+    Raises: ConfigError: what was asked for cannot work, or the file belongs to something else. RecordError: an episode
+        cannot be written. EndpointError, EnvError: too many episodes in a row failed.
     """
     plan = _plan(tasks, samples, seed)
     config = {
@@ -80,12 +80,10 @@ async def collect(
     ids = {planned.id for planned in plan}
     with EpisodeFile(Path(path), config, retry_failed=retry_failed) as file:
         collector = _Collector(runtime, env, file, give_up_after, on_episode, len(plan), ids)
-        before = _tokens(runtime)
         try:
             await collector.run([planned for planned in plan if planned.id not in file.rows])
         finally:
-            after = _tokens(runtime)
-            file.count_tokens(after[0] - before[0], after[1] - before[1])
+            collector.count_tokens()
         rows = [row for row in file.rows.values() if row.id in ids]
         prompt, completion = file.prompt_tokens, file.completion_tokens
     completion = completion or sum(row.policy_tokens for row in rows)
@@ -102,7 +100,7 @@ def planned_ids(tasks: Sequence[Task], samples: int) -> list[str]:
 class _Collector:
     """Plays planned episodes, as many at a time as the runtime has slots."""
 
-    # Changed by run(): _in_a_row.
+    # Changed by run(): _in_a_row, _counted.
 
     def __init__(
         self,
@@ -119,6 +117,12 @@ class _Collector:
         self._total, self._ids = total, ids
         self._done = sum(id in ids for id in file.rows)
         self._in_a_row = 0
+        self._counted = _tokens(runtime)
+
+    def count_tokens(self) -> None:
+        """Tell the file what was asked and sampled since it was told last, lost episodes included."""
+        before, self._counted = self._counted, _tokens(self._runtime)
+        self._file.count_tokens(self._counted[0] - before[0], self._counted[1] - before[1])
 
     async def run(self, plan: Sequence[_Planned]) -> None:
         queue = iter(enumerate(plan))
@@ -157,6 +161,7 @@ class _Collector:
             )
 
     def _keep(self, trajectory: Trajectory) -> None:
+        self.count_tokens()
         row = self._file.append(trajectory)
         self._done += 1
         if self._on_episode is not None:

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from turngate.runtime.episode_summary import EpisodeRow
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, RecordError
 from turngate.runtime.files import write_atomically
 from turngate.runtime.json_ids import DECODE_ERRORS
 from turngate.runtime.transcript import read_trajectories, trajectory_json
@@ -59,11 +59,14 @@ class EpisodeFile:
     def __enter__(self) -> Self:
         """Open the file, cut off a half-written last line, and read what is there.
 
-        Raises: ConfigError: it belongs to another configuration or another process, or is none of ours. RecordError: a
-            line is no trajectory.
+        Raises: ConfigError: it belongs to another configuration or another process, is none of ours, or cannot be
+            written. RecordError: a line is no trajectory.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = self.path.open("a+b")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = self.path.open("a+b")
+        except OSError as error:
+            raise self._unwritable(error) from error
         try:
             _lock(self._file, self.path)
             header = self._header()
@@ -71,6 +74,9 @@ class EpisodeFile:
             self._read()
             self.prompt_tokens, self.completion_tokens = header.prompt_tokens, header.completion_tokens
             self._write_header()
+        except OSError as error:
+            self._file.close()
+            raise self._unwritable(error) from error
         except BaseException:
             self._file.close()
             raise
@@ -80,20 +86,31 @@ class EpisodeFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._write_header()
-        finally:
-            self._file.close()
+            try:
+                self._write_header()
+            finally:
+                self._file.close()
+        except OSError as problem:
+            if error is None:  # else it is the same disk, or matters less
+                raise self._lost(problem) from problem
 
     def append(self, trajectory: Trajectory) -> EpisodeRow:
-        """Write one episode as a whole line, at once, and return its row."""
+        """Write one episode as a whole line, at once, with the tokens counted so far, and return its row.
+
+        Raises: RecordError: it cannot be written; the file holds the episodes before it.
+        """
         row = EpisodeRow.of(trajectory)
-        self._file.write(trajectory_json(trajectory) + b"\n")
-        self._file.flush()
+        try:
+            self._write_header(outlives_power=False)
+            self._file.write(trajectory_json(trajectory) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._lost(error) from error
         self.rows[row.id] = row
         return row
 
     def count_tokens(self, prompt: int, completion: int) -> None:
-        """Add to what the episodes have cost; written when the file is closed."""
+        """Add to what the episodes have cost; written with the next of them, and when the file is closed."""
         self.prompt_tokens += prompt
         self.completion_tokens += completion
 
@@ -130,11 +147,21 @@ class EpisodeFile:
         _lock(self._file, self.path)
         self.rows = {row.id: row for row in rows if not row.end.is_failure}
 
-    def _write_header(self) -> None:
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"output must be a file that can be written: got {error} ({self.path}); choose another")
+
+    def _lost(self, error: OSError) -> RecordError:
+        return RecordError(
+            f"episodes must be written: got {error} ({self.path}); make room, and run it again to go on after "
+            f"{len(self.rows)} episodes"
+        )
+
+    def _write_header(self, *, outlives_power: bool = True) -> None:
         header = _Header(
             config=self._config, prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens
         )
-        write_atomically(self.config_path, msgspec.json.format(msgspec.json.encode(header), indent=2) + b"\n")
+        told = msgspec.json.format(msgspec.json.encode(header), indent=2) + b"\n"
+        write_atomically(self.config_path, told, outlives_power=outlives_power)
 
 
 def _cut_last_line(file: BinaryIO) -> None:

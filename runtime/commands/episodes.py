@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from turngate.runtime.episode_summary import EpisodeSummary
     from turngate.runtime.types import Trajectory
 
-__all__ = ["Progress", "add_arguments", "collect_episodes"]
+__all__ = ["Progress", "add_arguments", "collect_episodes", "write_figures"]
 
 _EVERY_S = 2.0
 
@@ -65,12 +65,24 @@ def collect_episodes(arguments: argparse.Namespace) -> "tuple[EpisodeSummary, st
     Raises: KeyboardInterrupt, SystemExit: after saying on stderr how to go on. ConfigError, EndpointError, EnvError: as
         `collect`.
     """
+    if arguments.json is not None:
+        write_figures(arguments.json, b"{}")  # before the work: afterwards is too late to learn that it cannot be
     progress = Progress(sys.stderr)
     try:
         return asyncio.run(_collect(arguments, progress))
     except (KeyboardInterrupt, SystemExit):  # the latter after SIGTERM
         progress.say(f"interrupted; the same command goes on after the episodes in {arguments.out}")
         raise
+
+
+def write_figures(path: Path, line: bytes) -> None:
+    """Write the figures as indented JSON. Raises ConfigError: the file cannot be written."""
+    import msgspec
+
+    try:
+        path.write_bytes(msgspec.json.format(line, indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--json must be a file that can be written: got {error}") from error
 
 
 async def _collect(arguments: argparse.Namespace, progress: "Progress") -> "tuple[EpisodeSummary, str]":

@@ -3,7 +3,7 @@
 import argparse
 
 from turngate.runtime.commands import Commands
-from turngate.runtime.commands.episodes import add_arguments, collect_episodes
+from turngate.runtime.commands.episodes import add_arguments, collect_episodes, write_figures
 
 __all__ = ["add"]
 
@@ -28,7 +28,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     print(summary)
     figures = {**msgspec.structs.asdict(summary), "token_mode": mode, "out": str(arguments.out)}
     line = msgspec.json.encode(figures)
-    if arguments.json is not None:
-        arguments.json.write_bytes(msgspec.json.format(line, indent=2) + b"\n")
     print(line.decode(), flush=True)
+    if arguments.json is not None:
+        write_figures(arguments.json, line)
     return 0 if summary.scored else 1

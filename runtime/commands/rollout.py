@@ -3,7 +3,7 @@
 import argparse
 
 from turngate.runtime.commands import Commands
-from turngate.runtime.commands.episodes import add_arguments, collect_episodes
+from turngate.runtime.commands.episodes import add_arguments, collect_episodes, write_figures
 
 __all__ = ["add"]
 
@@ -41,7 +41,7 @@ def _rollout(arguments: argparse.Namespace) -> int:
         "token_mode": mode,
     }
     line = msgspec.json.encode(figures)
-    if arguments.json is not None:
-        arguments.json.write_bytes(msgspec.json.format(line, indent=2) + b"\n")
     print(line.decode(), flush=True)
+    if arguments.json is not None:
+        write_figures(arguments.json, line)
     return 0 if summary.scored else 1

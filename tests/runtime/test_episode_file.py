@@ -89,6 +89,44 @@ def test_tokens_add_up_over_processes(tmp_path):
         assert (file.prompt_tokens, file.completion_tokens) == (20, 6)
 
 
+def test_tokens_are_counted_although_the_process_is_killed(tmp_path):
+    file = EpisodeFile(tmp_path / "out.jsonl", {}).__enter__()
+    file.count_tokens(10, 3)
+    file.append(episode("a"))
+    file._file.close()  # and nothing else: nobody leaves the block
+    with EpisodeFile(tmp_path / "out.jsonl", {}) as file:
+        assert (file.prompt_tokens, file.completion_tokens) == (10, 3)
+
+
+def test_what_cannot_be_written_says_so(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="output must be a file that can be written: got"):
+            EpisodeFile(path, {}).__enter__()
+
+
+def test_a_disk_that_is_full_loses_no_episode_but_the_one_it_has_no_room_for(tmp_path):
+    path = tmp_path / "out.jsonl"
+    program = (
+        "import pathlib, resource, sys\n"
+        "from turngate.runtime.episode_file import EpisodeFile\n"
+        "from turngate.envs.base import End, Task\n"
+        "from turngate.runtime.types import Trajectory\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "try:\n"
+        "    with EpisodeFile(pathlib.Path(sys.argv[1]), {}) as file:\n"
+        "        for name in 'abc':\n"
+        "            file.append(Trajectory(id=name, task=Task(name, 'x' * 1000), end=End.success))\n"
+        "except ValueError as error:\n"
+        "    print(type(error).__name__, error)"
+    )
+    found = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("RecordError episodes must be written: got ")
+    assert "go on after 1 episodes" in found.stdout
+    with EpisodeFile(path, {}) as file:
+        assert list(file.rows) == ["a"]
+
+
 def test_two_processes_cannot_write_one_file(tmp_path):
     path = tmp_path / "out.jsonl"
     program = (

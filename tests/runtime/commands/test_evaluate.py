@@ -112,6 +112,8 @@ def test_nothing_scored_is_a_failure_that_names_the_first_error(asked, tmp_path,
         (["--samples", "0"], "samples must be 1 or more"),
         (["--price-in", "nan"], "prices must be"),
         (["--max-concurrent", "0"], "max_concurrent"),
+        (["--json", "/nowhere/figures.json"], "--json must be a file that can be written"),
+        (["--out", "/dev/null/out.jsonl"], "output must be a file that can be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
