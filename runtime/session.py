@@ -4,18 +4,17 @@ import asyncio
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, cast
+from typing import Literal, Self, TypeAlias, cast
 
 import msgspec
 
 from turngate.envs.base import End, Task, ToolSpec
 from turngate.runtime.answers import said_last, writable
-from turngate.runtime.chat_messages import AnyMessage, AnyTool, chat_messages, chat_role, chat_tools, why_not_sendable
+from turngate.runtime.chat_messages import AnyMessage, AnyTool, chat_messages, chat_role, chat_tools
 from turngate.runtime.conversation import Conversation, conversation_of, token_mode_of
 from turngate.runtime.door import Door
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import (
-    ConfigError,
     EndpointError,
     EnvError,
     MalformedReply,
@@ -29,22 +28,21 @@ from turngate.runtime.guided_conversation import GuidedConversation
 from turngate.runtime.limits import Limits
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session_calls import CallDropped, SessionCalls
+from turngate.runtime.session_door import HasDoor
 from turngate.runtime.session_limits import fits_context, limit_reached, over_long
+from turngate.runtime.session_record import SessionFacts, session_trajectory
 from turngate.runtime.session_recorder import SessionRecorder
 from turngate.runtime.session_sampling import allowed_sampling, why_not_trained
 from turngate.runtime.session_turns import SessionTurns
 from turngate.runtime.session_verdict import SessionVerdict
 from turngate.runtime.types import Completion, Message, Sampling, Trajectory, Turn
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
 __all__ = ["Session", "SessionState"]
 
 SessionState: TypeAlias = Literal["open", "sealed"]
 
 
-class Session:
+class Session(HasDoor):
     """One episode of an agent with its own loop; made by `Runtime.session` or a `SessionTable`.
 
         async with runtime.session(task) as session:
@@ -87,14 +85,14 @@ class Session:
         self.id, self.key, self.task, self.limits, self.sampling = id, key, task, limits, sampling
         self.seed = seed
         self.env_seed = derive_seed(seed, "env") if env_seed is None else env_seed
-        self._group_id, self._member, self._last_contexts = group_id, member, last_contexts
+        self._last_contexts = last_contexts
         self._endpoint, self._calls = endpoint, SessionCalls(conversation_of(endpoint))
         self._events, self._door = events or Events(), door
         self.guidance = guidance
         """Chooses its replies among several draws; None when the policy itself speaks."""
         loop = asyncio.get_running_loop()
         self._loop = weakref.ref(loop)
-        self._started_s = loop.time()
+        self._facts = SessionFacts(id, task, group_id, member, seed, token_mode_of(endpoint), loop.time())
         self._recorder = SessionRecorder()
         self._turns = SessionTurns()
         self._verdict = SessionVerdict()
@@ -167,24 +165,6 @@ class Session:
             call(self)
         else:
             self._on_sealed.append(call)
-
-    @property
-    def openai(self) -> "AsyncOpenAI":
-        """A client of the official `openai` package whose requests belong to this session.
-
-        It speaks to a gateway in this process, started on first use. The model's name does not matter.
-        """
-        return self._open_door().client(self.key)
-
-    @property
-    def base_url(self) -> str:
-        """The URL for any other SDK; `key` is the API key to give it."""
-        return self._open_door().base_url
-
-    def _open_door(self) -> Door:
-        if self._door is None:
-            raise ConfigError(f"session.openai needs a Runtime: this session has none (session {self.id})")
-        return self._door
 
     # What agents do.
 
@@ -354,7 +334,15 @@ class Session:
         try:
             for turn in self._turns.unfinished():
                 self._finish(turn)
-            self._trajectory = trajectory = self._record_of(end, error)
+            self._trajectory = trajectory = session_trajectory(
+                self._facts,
+                self._recorder,
+                self._turns,
+                end,
+                error,
+                first_observation=self._first_observation,
+                ended_s=self._now(),
+            )
         finally:
             if not self.is_orphan:
                 self._calls.drop_all()
@@ -397,39 +385,9 @@ class Session:
         if turn is not None and (tell := self._events.turn_finished) is not None:
             tell(TurnFinished(self.id, turn))
 
-    def _record_of(self, end: End, error: str) -> Trajectory:
-        recorder = self._recorder
-        if not self._turns and self._turns.early_rewards and not error:
-            error = self._where(f"rewards must have a turn to stand on: got {self._turns.early_rewards} and no turn")
-        messages = recorder.messages()
-        if why := why_not_sendable(messages):  # structs of the agent's own making that a server let pass
-            end, error, messages = End.env_error, self._where(why), ()
-        last_context = recorder.last_context() if end.is_truncation else b""
-        return Trajectory(
-            id=self.id,
-            task=self.task,
-            group_id=self._group_id,
-            member=self._member,
-            seed=self.seed,
-            first_observation=self._first_observation,
-            turns=self._turns.all(),
-            segments=recorder.segments(),
-            end=end,
-            error=error,
-            messages=messages,
-            last_context=last_context,
-            last_context_is_whole=recorder.knows_last_context and last_context != b"",
-            token_mode=token_mode_of(self._endpoint),
-            drifts=recorder.drifts,
-            trainable=not recorder.untrainable_because,
-            untrainable_because=recorder.untrainable_because,
-            started_s=self._started_s,
-            ended_s=self._now(),
-        )
-
     def _now(self) -> float:
         loop = self._loop()  # gone when the episode outlives it
-        return loop.time() if loop is not None else self._started_s
+        return loop.time() if loop is not None else self._facts.started_s
 
     def _where(self, what: str) -> str:
-        return writable(f"{what} (session {self.id}, turn {len(self._turns)})")
+        return self._facts.where(what, len(self._turns))
