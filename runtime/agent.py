@@ -1,6 +1,7 @@
 """Agents that bring their own loop, run like environments: one coroutine is one episode."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -75,8 +76,12 @@ def check_agent_run(
     branching: object = None,
     keep_snapshots: bool = False,
 ) -> None:
-    """Refuse what needs a look inside the loop, which an agent keeps to itself. Raises ConfigError."""
+    """Refuse what needs a look inside the loop, which an agent keeps to itself, and what cannot be played at all.
+
+    Raises: ConfigError.
+    """
     if not isinstance(env, Agent):
+        _check_factory(env)
         return
     given = {"restarts": restarts, "injection": injection, "branching": branching}
     wanted = {name: value is not None for name, value in given.items()} | {"keep_snapshots": keep_snapshots}
@@ -85,6 +90,16 @@ def check_agent_run(
             f"{' and '.join(found)} must go with an environment: got {env!r}, which runs its own loop and can neither "
             "be saved nor be acted for; leave it out, or write the task as an Env"
         )
+
+
+def _check_factory(env: object) -> None:
+    if not callable(env):
+        raise ConfigError(
+            f"environment must be a class, or anything callable that makes one per episode: got {env!r:.80}; pass the "
+            "class, or functools.partial(...) of it"
+        )
+    if inspect.iscoroutinefunction(env):
+        raise ConfigError(f"agent must be wrapped: got the coroutine function {env!r:.80}; pass Agent(...) of it")
 
 
 async def run_agent(

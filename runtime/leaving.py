@@ -147,6 +147,8 @@ def _steps(call: Awaitable[T]) -> Coroutine[Any, Any, T]:
 
 
 async def _await(call: Awaitable[T]) -> T:
+    if not isinstance(call, Awaitable):
+        raise TypeError(f"it must return something to await: got {type(call).__name__}; write it as `async def`")
     return await call
 
 

@@ -136,8 +136,8 @@ class Runtime:
             score: let the scorers judge the episode, if it did not fail.
         """
         guidance = self.guidance if guidance == "runtime" else guidance
+        check_agent_run(env, restarts=start, injection=injection, keep_snapshots=keep_snapshots)
         if isinstance(env, Agent):
-            check_agent_run(env, restarts=start, injection=injection, keep_snapshots=keep_snapshots)
             trajectory = await run_agent(
                 env,
                 task,

@@ -1,6 +1,7 @@
 """Agents that bring their own loop, run wherever environments are."""
 
 import asyncio
+import functools
 from typing import Any
 
 import pytest
@@ -329,6 +330,28 @@ async def test_what_needs_a_look_inside_the_loop_is_refused(options, named):
         ConfigError, match=f"{named} must go with an environment: got <Agent guess>, which runs its own"
     ):
         await runtime_with([]).rollout(Agent(guess), TASK, **options)
+
+
+@pytest.mark.parametrize(
+    ("played", "told"),
+    [
+        (guess, r"agent must be wrapped: got the coroutine function .*guess.*Agent"),
+        (functools.partial(guess), "agent must be wrapped"),
+        (EchoEnv(), "environment must be a class, or anything callable"),
+        (None, "got None; pass the class"),
+    ],
+)
+async def test_what_is_neither_an_agent_nor_makes_environments_is_refused(played, told):
+    with pytest.raises(ConfigError, match=told):
+        await runtime_with([]).rollout(played, TASK)
+    with pytest.raises(ConfigError, match=told):
+        await runtime_with([]).evaluate(played, [TASK] * 2)
+
+
+async def test_an_agent_that_is_no_coroutine_function_is_told_so():
+    plain: Any = lambda session, task: 1.0  # noqa: E731 - what somebody gives
+    trajectory = await runtime_with([]).rollout(Agent(plain), TASK)
+    assert "must return something to await: got float; write it as `async def`" in trajectory.error
 
 
 async def test_training_refuses_restarts_of_an_agent_before_anything_starts(tmp_path):
