@@ -349,7 +349,7 @@ async def test_what_is_neither_an_agent_nor_makes_environments_is_refused(played
 
 
 async def test_an_agent_that_is_no_coroutine_function_is_told_so():
-    plain: Any = lambda session, task: 1.0  # noqa: E731 - what somebody gives
+    plain: Any = lambda session, task: 1.0
     trajectory = await runtime_with([]).rollout(Agent(plain), TASK)
     assert "must return something to await: got float; write it as `async def`" in trajectory.error
 
