@@ -22,6 +22,7 @@ from turngate.learners.ppo import PPO
 from turngate.learners.replay import ReplayConfig
 from turngate.learners.reward_scheme import RewardScheme
 from turngate.learners.step_credit import StepGroups
+from turngate.learners.value_fit import ValueFitConfig, fit_critic
 
 __all__ = [
     "GRPO",
@@ -42,6 +43,8 @@ __all__ = [
     "RewardScheme",
     "Schedule",
     "StepGroups",
+    "ValueFitConfig",
     "clone",
+    "fit_critic",
     "untie_folder",
 ]

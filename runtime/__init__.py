@@ -4,22 +4,27 @@ if __name__ == "runtime":
     raise ImportError("import turngate.runtime, not runtime: the bare name makes a second copy of every class")
 
 from turngate.runtime.agent import Agent, Outcome
+from turngate.runtime.branching import branch
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.capabilities import Capabilities
 from turngate.runtime.collecting import collect
 from turngate.runtime.connect import connect
 from turngate.runtime.context import Context, History, full, last_turns, summarise, token_budget
+from turngate.runtime.critic_q import CriticQ
 from turngate.runtime.dialect import OPENAI, Dialect, TokenMode
 from turngate.runtime.endpoint import ChatEndpoint, Endpoint
 from turngate.runtime.engine_renderer import EngineRenderer
 from turngate.runtime.evaluation import Evaluation
 from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
+from turngate.runtime.group_branching import Branching
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.huggingface_renderer import HuggingFaceRenderer
 from turngate.runtime.injection import Injection
 from turngate.runtime.judge import JudgeEndpoint
 from turngate.runtime.learner import Learner
 from turngate.runtime.ledger import Ledger
 from turngate.runtime.limits import Limits
+from turngate.runtime.monte_carlo_q import MonteCarloQ
 from turngate.runtime.plot import plot_run
 from turngate.runtime.probe import probe
 from turngate.runtime.progress import show_progress
@@ -30,6 +35,7 @@ from turngate.runtime.rollout import run_rollout
 from turngate.runtime.run import TrainReport
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.scheduler import Collection
+from turngate.runtime.scorer_q import ScorerQ
 from turngate.runtime.scorers import Scorer, ScorerSet
 from turngate.runtime.session import Session
 from turngate.runtime.session_table import SessionTable
@@ -59,6 +65,7 @@ __all__ = [
     "OPENAI",
     "Agent",
     "Batch",
+    "Branching",
     "Buffer",
     "Candidate",
     "Capabilities",
@@ -66,6 +73,7 @@ __all__ = [
     "Collection",
     "Completion",
     "Context",
+    "CriticQ",
     "Decision",
     "Dialect",
     "Endpoint",
@@ -76,6 +84,7 @@ __all__ = [
     "Events",
     "FolderPublisher",
     "Group",
+    "Guidance",
     "GuidedTokens",
     "History",
     "HuggingFaceRenderer",
@@ -85,6 +94,7 @@ __all__ = [
     "Ledger",
     "Limits",
     "Message",
+    "MonteCarloQ",
     "Outcome",
     "Renderer",
     "RestartPoint",
@@ -95,6 +105,7 @@ __all__ = [
     "SGLangPublisher",
     "Sampling",
     "Scorer",
+    "ScorerQ",
     "ScorerSet",
     "Segment",
     "Session",
@@ -109,6 +120,7 @@ __all__ = [
     "UpdateReport",
     "VLLMPublisher",
     "WeightPublisher",
+    "branch",
     "collect",
     "connect",
     "full",
