@@ -14,7 +14,7 @@ from turngate.runtime.json_ids import DECODE_ERRORS
 from turngate.runtime.transcript import read_trajectories, trajectory_json
 from turngate.runtime.types import Trajectory
 
-__all__ = ["EpisodeFile"]
+__all__ = ["EpisodeFile", "cut_last_line", "lock_file"]
 
 _BLOCK_BYTES = 1 << 16
 
@@ -68,9 +68,9 @@ class EpisodeFile:
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            _lock(self._file, self.path)
+            lock_file(self._file, self.path)
             header = self._header()
-            _cut_last_line(self._file)
+            cut_last_line(self._file)
             self._read()
             self.prompt_tokens, self.completion_tokens = header.prompt_tokens, header.completion_tokens
             self._write_header()
@@ -144,7 +144,7 @@ class EpisodeFile:
         write_atomically(self.path, b"".join(kept))
         self._file.close()
         self._file = self.path.open("a+b")
-        _lock(self._file, self.path)
+        lock_file(self._file, self.path)
         self.rows = {row.id: row for row in rows if not row.end.is_failure}
 
     def _unwritable(self, error: OSError) -> ConfigError:
@@ -164,7 +164,7 @@ class EpisodeFile:
         write_atomically(self.config_path, told, outlives_power=outlives_power)
 
 
-def _cut_last_line(file: BinaryIO) -> None:
+def cut_last_line(file: BinaryIO) -> None:
     """Remove what follows the last end of line: a process died while it wrote that."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
@@ -178,8 +178,8 @@ def _cut_last_line(file: BinaryIO) -> None:
     file.truncate(end)
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Refuse a file that another process writes; the lock ends with the process."""
+def lock_file(file: BinaryIO, path: Path) -> None:
+    """Refuse a file that another process writes; the lock ends with the process. Raises ConfigError."""
     try:
         import fcntl
     except ImportError:  # not on Windows

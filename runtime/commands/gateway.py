@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,6 @@ import msgspec
 from turngate.runtime.commands import Commands
 from turngate.runtime.commands.check import add_server_arguments, api_key_of, read_key, renderer_of
 from turngate.runtime.commands.guiding import add_guidance_arguments, check_guidance_arguments, guidance_of
-from turngate.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from turngate.runtime.endpoint import Endpoint
@@ -72,6 +73,7 @@ def add(commands: Commands) -> None:
 
 def _gateway(arguments: argparse.Namespace) -> int:
     # Late: --help and the other commands need no server.
+    from turngate.runtime.events import Events
     from turngate.runtime.gateway.config import LOOPBACK, GatewayConfig
 
     check_guidance_arguments(arguments)
@@ -89,21 +91,19 @@ def _gateway(arguments: argparse.Namespace) -> int:
             f"turngate: listening on {config.host} without --key-file: everybody who reaches it can use the model",
             file=sys.stderr,
         )
-    asyncio.run(_run(arguments, config, record))
+    events = Events()
+    with _episodes_written(record, events):
+        asyncio.run(_run(arguments, config, events))
     return 0
 
 
-async def _run(arguments: argparse.Namespace, config: "GatewayConfig", record: Path | None) -> None:
+async def _run(arguments: argparse.Namespace, config: "GatewayConfig", events: "Events") -> None:
     from turngate.runtime.connect import connect
-    from turngate.runtime.events import Events
     from turngate.runtime.gateway import Gateway
     from turngate.runtime.limits import Limits
     from turngate.runtime.session_table import SessionTable
     from turngate.runtime.types import Sampling
 
-    events = Events()
-    if record is not None:
-        _write_episodes(record, events)
     pinned = None
     if arguments.temperature is not None:
         pinned = Sampling(temperature=arguments.temperature, max_tokens=arguments.max_tokens or _MAX_TOKENS)
@@ -142,21 +142,23 @@ def _default_cap(endpoint: "Endpoint") -> int:
     return _MAX_TOKENS if context is None else max(1, min(_MAX_TOKENS, context // 4))
 
 
-def _write_episodes(folder: Path, events: "Events") -> None:
+@contextmanager
+def _episodes_written(folder: Path | None, events: "Events") -> Generator[None]:
     """Append every episode that has turns to the folder's file, as it ends. Raises: ConfigError: that cannot be."""
+    from turngate.runtime.episode_log import EpisodeLog
     from turngate.runtime.events import RolloutFinished
-    from turngate.runtime.transcript import trajectory_json
 
-    file = folder / _FILE
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"--record must be a folder that can be written to: {error}") from error
+    if folder is None:
+        yield
+        return
+    log = EpisodeLog(folder / _FILE)
 
     def write(finished: RolloutFinished) -> None:
         if finished.trajectory.turns:
-            with file.open("ab") as opened:
-                opened.write(trajectory_json(finished.trajectory) + b"\n")
+            log.write(finished.trajectory)
 
     events.subscribe(RolloutFinished, write)
+    try:
+        yield
+    finally:
+        log.close()
