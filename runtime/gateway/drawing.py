@@ -19,6 +19,7 @@ SHAPING = (
     "dry_multiplier",
     "dynatemp_range",
     "frequency_penalty",
+    "guidance",
     "length_penalty",
     "logit_bias",
     "logits_processors",

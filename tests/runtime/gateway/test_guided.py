@@ -331,3 +331,13 @@ async def test_two_requests_with_different_settings_are_two():
         await d.post("/v1/chat/completions", session.key, headers=again)
         turns = session.seal().turns
     assert [len(turn.decision.candidates) for turn in turns] == [2, 3]
+
+
+@pytest.mark.parametrize(("table", "is_sent"), [({}, False), ({"sampling": None}, True)])
+async def test_guidance_of_tokens_that_an_agent_asks_the_server_for_itself_is_no_policys(table, is_sent):
+    async with door("x", table=table) as d:
+        session = d.session()
+        await d.post("/v1/chat/completions", session.key, {**CHAT, "guidance": {"beta": 5.0}})
+        trajectory = session.seal()
+    assert ("guidance" in d.server.requests[0]) == is_sent
+    assert trajectory.trainable != is_sent
