@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 from aiohttp import web
 
+from turngate.envs.base import End
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import ConfigError, SessionError, SessionLimit, SessionSealed
@@ -145,10 +146,16 @@ class Gateway:
         await self.aclose()
 
     def seal_sessions(self) -> int:
-        """Seal the sessions that have come to it, and return how many there were; for owners who end all at once."""
+        """Seal the sessions that have come to it, and return how many there were; for owners who end all at once.
+
+        Those with a request under way did not end by themselves: they are cancelled, and none to learn from.
+        """
         guests = list(self._guests)
         for guest in guests:
-            guest.session.seal()
+            if guest.exchanges.attached:
+                guest.session.seal(End.cancelled, "the gateway was closed while it was asked for a reply")
+            else:
+                guest.session.seal()
         return len(guests)
 
     async def aclose(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.runtime.gateway.doors import ADMIN, CHAT, door_to
 from tests.runtime.gateway.test_server import CHAT_PATH, until
+from turngate.envs.base import End
 from turngate.runtime.events import Events, RolloutFinished
 
 
@@ -48,6 +49,21 @@ async def test_the_name_behind_the_admin_key_names_the_episode_and_no_key_does()
             await door.post(CHAT_PATH, key)
             door.gateway.seal_sessions()
         assert (finished[0].task.id, finished[0].id) == told
+
+
+async def test_who_waits_for_a_reply_when_all_sessions_are_ended_has_not_failed():
+    table: dict[str, Any] = {}
+    finished = recorded(table)
+    async with door_to(sessions_by_key=True, admin_key=None, table=table) as door:
+        await door.post(CHAT_PATH, "done")
+        gate = asyncio.Event()
+        door.server.before_answer = gate.wait
+        waiting = asyncio.create_task(door.post(CHAT_PATH, "waits"))
+        await until(lambda: door.server.open == 1)
+        assert door.gateway.seal_sessions() == 2
+        assert (await waiting)[0] == 409
+    assert [trajectory.end for trajectory in finished] == [End.failure, End.cancelled]
+    assert "the gateway was closed while it was asked" in finished[1].error
 
 
 async def test_an_idle_session_ends_and_its_key_begins_a_new_one():
