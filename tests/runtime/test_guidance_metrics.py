@@ -8,10 +8,16 @@ import pytest
 from turngate.envs.base import End, Task
 from turngate.envs.fakes import EchoEnv
 from turngate.runtime import Limits, Runtime
+from turngate.runtime.buffer import Buffer
+from turngate.runtime.gauges import RunGauges
 from turngate.runtime.guidance import Guidance, QValues
 from turngate.runtime.guidance_metrics import guidance_row
+from turngate.runtime.ledger import Ledger
+from turngate.runtime.metrics import LoopLagMeter
+from turngate.runtime.slots import Slots
+from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.testing import FakeEndpoint, run_virtual
-from turngate.runtime.types import GuidedTokens, Segment, Trajectory, Turn
+from turngate.runtime.types import Batch, Group, GuidedTokens, Segment, Trajectory, Turn
 
 TASK = Task("t")
 
@@ -60,3 +66,12 @@ def test_guided_tokens_say_how_far_they_are_from_the_base():
     turn = Turn(index=0, segment=0, start=1, length=2, text="", guided_tokens=tokens)
     row = guidance_row([Trajectory(id="x", task=TASK, turns=(turn,), segments=(segment,), end=End.success)])
     assert row == {"guidance_token_share": 1.0, "guidance_token_kl": 0.75, "guidance_token_beta": 2.0}
+
+
+def test_the_row_of_an_update_has_the_columns_of_its_guided_batch():
+    trajectory = played(Guidance(q, beta=lambda version: 4.0 - version, draws=2), policy_version=1)
+    batch = Batch(groups=(Group(id="g", task=TASK, order=0, trajectories=(trajectory,)),), policy_version=1)
+    buffer = Buffer(groups_per_batch=1, limit=StalenessLimit())
+    row = RunGauges(Slots(1), LoopLagMeter()).row(batch, buffer, Ledger())
+    assert (row["guidance_share"], row["guidance_fallback_error"], row["guidance_beta"]) == (0.75, 0.25, 3.0)
+    assert row["guidance_value_s"] >= 0
