@@ -75,11 +75,14 @@ class ChatTemplate:
         return ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool) -> str:
-        """Return the text of ids, special tokens by name or not at all."""
-        text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
-        )
-        return text
+        """Return the text of ids, special tokens by name or not at all. Raises ConfigError: it has no such ids."""
+        try:
+            text: str = self._tokenizer.decode(
+                list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+            )
+            return text
+        except Exception as error:  # of ids that it does not have, each kind of tokenizer raises something else
+            raise ConfigError(f"tokenizer must know the token ids: {type(error).__name__}: {error}") from error
 
     def special_in(self, text: str, stops: frozenset[int]) -> str:
         """Return the first of `stops` in a text, or else its first special token; empty when there is none."""

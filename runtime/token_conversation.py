@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from turngate.envs.base import ToolSpec
-from turngate.runtime.errors import ConfigError, EndpointRefused
+from turngate.runtime.errors import ConfigError, EndpointRefused, MalformedReply
 from turngate.runtime.json_ids import JsonIds, ids_text
 from turngate.runtime.rendering import Renderer, says_the_same
 from turngate.runtime.types import Completion, Message, Sampling
@@ -128,7 +128,7 @@ class TokenConversation:
         """Sample one completion; what follows the last answer shown is rendered, the rest is kept.
 
         Cancelled: nothing of the request is remembered. Raises as `Endpoint.complete` does; EndpointRefused also when
-        the model's chat format has no way to write the messages.
+        the model's chat format has no way to write the messages, MalformedReply when it knows no such ids.
 
         Args: generate: sends this one prompt in its own way, for those who want to see the ids come.
         """
@@ -188,7 +188,10 @@ class TokenConversation:
 
     def _read(self, completion: Completion, sampling: Sampling, prefix: str, *, has_tools: bool) -> Completion:
         """Return the completion with text and calls as the sampled ids say, whatever the server makes of them."""
-        reply = self._renderer.parse(completion.token_ids, has_tools=has_tools, call_id_prefix=prefix)
+        try:
+            reply = self._renderer.parse(completion.token_ids, has_tools=has_tools, call_id_prefix=prefix)
+        except ConfigError as error:
+            raise MalformedReply(f"sampled ids must be of the renderer's vocabulary: {error}") from error
         text, stop_reason = reply.text, completion.stop_reason
         if sampling.stop and stop_reason == "stop":
             # The ids hold the whole last token; the text ends before the stop string, as in the API.

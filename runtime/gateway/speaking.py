@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from turngate.runtime.errors import ConfigError
 from turngate.runtime.rendering import Renderer
 
 __all__ = ["Speaker"]
@@ -31,7 +32,10 @@ class Speaker:
         if len(self._ids) - self._read < max(1, self._read // _STEPS):
             return ""
         self._read = len(self._ids)
-        text = self._renderer.parse(self._ids, has_tools=False).text.rstrip(_UNFINISHED)
+        try:
+            text = self._renderer.parse(self._ids, has_tools=False).text.rstrip(_UNFINISHED)
+        except ConfigError:
+            return ""  # ids that nobody knows: the reply as a whole is refused for them
         return self._say(text[: self._certain(text)])
 
     def rest(self, text: str) -> str:

@@ -3,9 +3,14 @@
 import msgspec
 import pytest
 
+from turngate.envs.base import End, Task
+from turngate.envs.testing import EchoEnv
 from turngate.runtime.dialect import Dialect
 from turngate.runtime.endpoint import Endpoint
+from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.engine_renderer import EngineRenderer
 from turngate.runtime.errors import ConfigError, MalformedReply
+from turngate.runtime.rollout import run_rollout
 from turngate.runtime.testing import FakeRenderer, FakeTransport, render_ids
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Message, Sampling
@@ -85,3 +90,15 @@ async def test_a_server_that_has_seen_another_prompt_than_it_was_sent_is_not_bel
     told["prompt_token_ids"] = prompt
     with pytest.raises(MalformedReply, match="prompt_token_ids must be those that were sent"):
         await endpoint.complete(ASK, SAMPLING)
+
+
+async def test_ids_of_another_vocabulary_are_the_servers_fault():
+    transport = FakeTransport(sampled([10**6], token_ids=[10**6]))
+    renderer = EngineRenderer(Tokenizer.train(["hi"], 266))
+    endpoint = Endpoint(
+        "http://x/v1", model="m", dialect=Dialect(token_mode="tokens"), renderer=renderer, transport=transport
+    )
+    with pytest.raises(MalformedReply, match=r"sampled ids must be of the renderer's vocabulary: .* got 1000000"):
+        await endpoint.complete(ASK, SAMPLING)
+    trajectory = await run_rollout(EchoEnv, Task("t", "hi"), endpoint)
+    assert trajectory.end is End.endpoint_error

@@ -1,6 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.engine_renderer import EngineRenderer
 from turngate.runtime.gateway.speaking import Speaker
 from turngate.runtime.testing.renderers import PAIR, FakeRenderer
 
@@ -48,3 +50,8 @@ def test_long_replies_are_read_again_ever_more_seldom():
     for _ in range(4000):
         speaker.push(b"x")
     assert calls < 150
+
+
+def test_ids_that_nobody_knows_are_not_spoken():
+    speaker = Speaker(EngineRenderer(Tokenizer.train(["hi"], 266)), ())
+    assert [speaker.push([ord("a")]), speaker.push([10**6]), speaker.push([ord("b")])] == ["a", "", ""]
