@@ -24,6 +24,7 @@ from turngate.learners.ratios import LOG_RATIO_CLAMP
 from turngate.learners.turns import kept_trajectories, turn_tokens
 from turngate.runtime.errors import ConfigError, LearnerError, RecordError
 from turngate.runtime.guidance import Guidance
+from turngate.runtime.guidance_tally import decision_kl
 from turngate.runtime.types import Batch, Decision, TokenGuidance, Trajectory, Turn
 
 __all__ = ["GuidedExperience", "check_guidance", "log_selections", "read_guided"]
@@ -151,15 +152,9 @@ def _selection_metrics(decisions: Sequence[Decision], raw: Sequence[float], uppe
         "guided_weight_truncated_fraction": 0.0 if upper is None else float((weights > upper).double().mean()),
         "guided_weight_ess_ratio": effective_sample_size(weights.log()).ess_ratio,
         "guided_distinct_mean": sum(d.distinct for d, _ in chosen) / len(chosen),
-        "guided_selection_kl": math.fsum(_kl(d) for d, _ in chosen) / len(chosen),
+        "guided_selection_kl": math.fsum(decision_kl(d) for d, _ in chosen) / len(chosen),
         "guided_support_lost_fraction": lost / len(chosen),
     }
-
-
-def _kl(decision: Decision) -> float:
-    """Return the KL divergence of the choice among the draws from a uniform one."""
-    count = len(decision.candidates)
-    return math.fsum(c.weight * math.log(c.weight * count) for c in decision.candidates if c.weight > 0)
 
 
 def _token_metrics(tokens: TokenBatch, guided: Sequence[tuple[Turn, Tensor]]) -> dict[str, float]:

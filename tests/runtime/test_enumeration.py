@@ -79,7 +79,7 @@ def test_the_record_holds_base_log_probs_and_what_is_missing_to_the_guided_one()
 
 def test_over_seeds_actions_are_taken_by_the_formula_and_the_weight_leads_back_to_the_base():
     probs = enumerated_probs(sums(), [Q[a] for a in ACTIONS], 4.0)
-    seen = Counter()
+    seen: Counter[str] = Counter()
     for seed in range(400):
         seen[play(Guidance(q_of, beta=4.0, candidates=listed), seed=seed)[0].turns[0].text] += 1
     for action, p in zip(ACTIONS, probs, strict=True):
