@@ -183,7 +183,7 @@ class TokenConversation:
         parts = place.branch.text_to(answer)
         if new:
             parts.append(ids_text(new))
-        parts[-1] = b"%b]" % parts[-1]  # the last part is short: the whole is copied once, by the join
+        parts[-1] = b"".join((parts[-1], b"]"))  # the last part is short: the whole is copied once, by the join
         return JsonIds(b",".join(parts), answer.length + len(new))
 
     def _read(self, completion: Completion, sampling: Sampling, prefix: str, *, has_tools: bool) -> Completion:
