@@ -264,8 +264,8 @@ def test_guided_and_enumerated_agree_in_the_limit_of_many_draws():
 
 def test_a_schedule_that_gives_no_beta_is_refused_by_name():
     for wrong in (-1.0, math.nan):
+        schedule = dict.fromkeys(range(9), wrong).__getitem__
         with pytest.raises(ConfigError, match=r"from its schedule at policy version 3"):
-            schedule = dict.fromkeys(range(9), wrong).__getitem__
             asyncio.run(Guidance(q_of, beta=schedule).choose(draws("a"), point(policy_version=3)))
 
 
