@@ -16,7 +16,6 @@ from turngate.runtime.commands.check import add_server_arguments, api_key_of, re
 from turngate.runtime.commands.guiding import add_guidance_arguments, check_guidance_arguments, guidance_of
 
 if TYPE_CHECKING:
-    from turngate.runtime.endpoint import Endpoint
     from turngate.runtime.events import Events
     from turngate.runtime.gateway import GatewayConfig
 
@@ -100,6 +99,7 @@ def _gateway(arguments: argparse.Namespace) -> int:
 async def _run(arguments: argparse.Namespace, config: "GatewayConfig", events: "Events") -> None:
     from turngate.runtime.connect import connect
     from turngate.runtime.gateway import Gateway
+    from turngate.runtime.gateway.drawing import default_cap
     from turngate.runtime.limits import Limits
     from turngate.runtime.session_table import SessionTable
     from turngate.runtime.types import Sampling
@@ -116,7 +116,7 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", events: "
         timeout_s=arguments.timeout,
     )
     if pinned is not None and arguments.max_tokens is None:
-        pinned = msgspec.structs.replace(pinned, max_tokens=_default_cap(endpoint))
+        pinned = msgspec.structs.replace(pinned, max_tokens=default_cap(endpoint))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -134,12 +134,6 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", events: "
             print(f"guided model: {endpoint.model}@guided, {guidance!r}", flush=True)
         await stop.wait()
         door.seal_sessions()
-
-
-def _default_cap(endpoint: "Endpoint") -> int:
-    """Return the cap for agents that name none: a server refuses to write more than its context has room for."""
-    context = endpoint.capabilities.max_context if endpoint.capabilities is not None else None
-    return _MAX_TOKENS if context is None else max(1, min(_MAX_TOKENS, context // 4))
 
 
 @contextmanager

@@ -4,13 +4,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from turngate.runtime.capabilities import Capabilities
+from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.gateway.asks import ChatAsk, Fields, TextAsk
 from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.session import Session
 from turngate.runtime.types import Sampling
 
-__all__ = ["SHAPING", "Drawing", "drawing_for"]
+__all__ = ["DEFAULT_MAX_TOKENS", "SHAPING", "Drawing", "default_cap", "drawing_for"]
 
 SHAPING = (
     "allowed_token_ids",
@@ -52,8 +54,8 @@ _FREE = (b"null", b"{}", b'{"type":"text"}', b'"none"', b'"auto"')
 _NOTHING = (b"null", b"0", b"0.0", b"{}", b"[]", b"false")
 _AROUND_ONE = ("best_of", "length_penalty", "repeat_penalty", "repetition_penalty", "typical_p")
 _UNIT = (b"null", b"1", b"1.0")
-_DEFAULT_MAX_TOKENS = 1024
-"""Where ids are sent, servers need a cap; an agent that names none gets this one."""
+DEFAULT_MAX_TOKENS = 1024
+"""Where ids are sent, servers need a cap; an agent that names none gets this one, if the context has room for it."""
 
 
 class Drawing(NamedTuple):
@@ -75,8 +77,19 @@ class Drawing(NamedTuple):
         return self.sampling if self.is_known else None
 
 
-def drawing_for(fields: Fields, ask: ChatAsk | TextAsk, session: Session) -> Drawing:
-    """Return how the reply to a request is drawn. Raises: RequestError: what the agent asks for cannot be."""
+def default_cap(endpoint: ChatEndpoint) -> int:
+    """Return the cap for agents that name none: a server refuses to write more than its context has room for."""
+    found: Capabilities | None = getattr(endpoint, "capabilities", None)
+    context = found.max_context if found is not None else None
+    return DEFAULT_MAX_TOKENS if context is None else max(1, min(DEFAULT_MAX_TOKENS, context // 4))
+
+
+def drawing_for(fields: Fields, ask: ChatAsk | TextAsk, session: Session, *, cap: int = DEFAULT_MAX_TOKENS) -> Drawing:
+    """Return how the reply to a request is drawn.
+
+    Args: cap: where neither agent nor session have one, and the server needs one.
+    Raises: RequestError: what the agent asks for cannot be.
+    """
     pinned = session.sampling
     limit = ask.limit if isinstance(ask, ChatAsk) else ask.max_tokens
     if limit is None and pinned is not None:
@@ -86,7 +99,7 @@ def drawing_for(fields: Fields, ask: ChatAsk | TextAsk, session: Session) -> Dra
             temperature=1.0 if ask.temperature is None else ask.temperature,
             top_p=1.0 if ask.top_p is None else ask.top_p,
             top_k=max(0, ask.top_k or 0),
-            max_tokens=max(1, limit or _DEFAULT_MAX_TOKENS),
+            max_tokens=max(1, limit or cap),
             stop=ask.stops or (pinned.stop if pinned is not None else ()),
         )
     except ConfigError as error:

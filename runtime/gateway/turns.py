@@ -16,7 +16,7 @@ from turngate.runtime.endpoint import ChatEndpoint, Endpoint
 from turngate.runtime.errors import ConfigError, EndpointError, MalformedReply
 from turngate.runtime.gateway.asks import ChatAsk, Fields, TextAsk, decode_chat, decode_text
 from turngate.runtime.gateway.collected import ChatChunk
-from turngate.runtime.gateway.drawing import Drawing, drawing_for
+from turngate.runtime.gateway.drawing import Drawing, default_cap, drawing_for
 from turngate.runtime.gateway.edits import chat_body, kept_by, strip, text_body
 from turngate.runtime.gateway.exchange import Exchange
 from turngate.runtime.gateway.guests import Guest
@@ -47,7 +47,7 @@ class Works:
     def __init__(self, endpoint: ChatEndpoint, steering: Steering, *, timeout_s: float) -> None:
         """Args: steering: says which replies are guided. timeout_s: for the upstream's whole answer."""
         self.endpoint, self.steering = endpoint, steering
-        self._timeout_s = timeout_s
+        self._timeout_s, self._cap = timeout_s, default_cap(endpoint)
         self._id_root = secrets.token_hex(8)
         self._ids = itertools.count()
 
@@ -77,7 +77,7 @@ class Works:
         steered = self._text_steered(guest.session, ask, steer)
 
         async def work(exchange: Exchange) -> None:
-            drawing = drawing_for(fields, ask, guest.session)
+            drawing = drawing_for(fields, ask, guest.session, cap=self._cap)
             source: Source
             messages = _text_messages(ask)
             source = ServerSource(
@@ -144,7 +144,7 @@ class Works:
         role: str,
         steered: Steered,
     ) -> "_Turn":
-        drawing = drawing_for(fields, ask, session)
+        drawing = drawing_for(fields, ask, session, cap=self._cap)
         if steered.tokens is not None:
             sampling = msgspec.structs.replace(drawing.sampling, guidance=steered.tokens)
             drawing = drawing._replace(sampling=sampling)

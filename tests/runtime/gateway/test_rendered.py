@@ -9,6 +9,7 @@ from tests.runtime.gateway.doors import CHAT, HI, TOOLS, door_to, events
 from tests.runtime.gateway.test_openai_client import RESULTS
 from tests.runtime.gateway.test_server import until
 from turngate.envs.base import ToolCall, ToolSpec
+from turngate.runtime.capabilities import Capabilities
 from turngate.runtime.dialect import Dialect
 from turngate.runtime.gateway import Gateway
 from turngate.runtime.session_table import SessionTable
@@ -218,3 +219,11 @@ async def test_words_stop_with_the_server_and_with_the_session():
         await waiting
         await until(lambda: door.server.open == 0 and door.gateway.statistics().in_flight == 0)
     assert session.trajectory.turns == ()
+
+
+@pytest.mark.parametrize(("context", "cap"), [(400, 100), (100_000, 1024), (None, 1024)])
+async def test_an_agent_that_names_no_cap_gets_one_that_fits_the_context(fake, context, cap):
+    fake.capabilities = Capabilities(url="http://x", model="m", max_context=context)
+    async with Gateway(SessionTable(fake)) as gateway:
+        await ask(gateway, gateway.sessions.create(), CHAT)
+    assert fake.calls[0].sampling.max_tokens == cap
