@@ -81,7 +81,7 @@ class SGLangPublisher(CheckedPublisher):
 class _SGLangControl:
     """The control routes of an SGLang server."""
 
-    # Changed by serve(), keep() and undo(): _serving, _before.
+    # Changed by serve(), keep() and undo(): _serving, _before, _is_known.
 
     model: str | None = None
 
@@ -91,6 +91,8 @@ class _SGLangControl:
         self._base_model = base_model
         self._folders = folders
         self._serving = self._before = Version(base_model, "0")
+        self._is_known = True
+        """Whether what it serves is `_serving`, as far as its answers tell."""
 
     def __repr__(self) -> str:
         return f"{self._admin.url}, SGLang"
@@ -138,29 +140,51 @@ class _SGLangControl:
 
     async def _switch(self, version: Version) -> None:
         """Load a folder. To keep requests alive they are retracted first, as only then may the cache be flushed."""
-        if self.in_flight != "continues":
-            # The server itself lets requests finish, and holds new ones back, unless told to abort them.
-            return await self._update(version)
+        # Otherwise the server itself lets requests finish, and holds new ones back, unless told to abort them.
+        pauses = self.in_flight == "continues"
         try:
-            await self._admin.post("/pause_generation", {"mode": "retract"})
+            if pauses:
+                await self._admin.post("/pause_generation", {"mode": "retract"})
             await self._update(version)
-        finally:
-            # Although cancelled: a server that stays paused would hold every request for ever.
-            with anyio.move_on_after(_CLEAN_UP_S, shield=True):
+            if pauses:
                 await self._admin.post("/continue_generation", {})
+            self._is_known = True
+        except BaseException as error:
+            # Although cancelled: a server that stays paused would hold every request for ever.
+            state = "what the server serves is not known, and it may be paused: POST /continue_generation"
+            with anyio.move_on_after(_CLEAN_UP_S, shield=True):
+                state = await self._clean_up(error, pauses)
+            if isinstance(error, AdminError):
+                raise type(error)(f"{error}; {state}", status=error.status) from error
+            if isinstance(error, PublishError):
+                raise type(error)(f"{error}; {state}") from error
+            raise
+
+    async def _clean_up(self, error: BaseException, pauses: bool) -> str:
+        """Make the server serve something known, and return what, as the end of an error message."""
+        has_said_no = isinstance(error, PublishError) and not (isinstance(error, AdminError) and not error.status)
+        try:
+            if has_said_no and not self._is_known:
+                # It may have the new weights all the same, from this attempt or from one whose reply was lost.
+                await self._update(self._serving)
+                self._is_known = True
+            if pauses:
+                await self._admin.post("/continue_generation", {})
+        except PublishError as failure:
+            return f"what the server serves is not known, and it may be paused: {failure}; restart it"
+        if not self._is_known:
+            return "the new weights may be serving under the old version's name"
+        return f"the old weights serve ({self._serving.folder})"
 
     async def _update(self, version: Version) -> None:
+        self._is_known = False
         body = {
             "model_path": str(version.folder),
             "abort_all_requests": self.in_flight == "restarts",
             "weight_version": version.label,
             "flush_cache": True,
         }
-        try:
-            told = await self._admin.post("/update_weights_from_disk", body)
-        except AdminError as error:
-            state = "by its documentation the old weights are put back" if error.status else "what serves is not known"
-            raise type(error)(f"{error}; {state}", status=error.status) from error
+        told = await self._admin.post("/update_weights_from_disk", body)
         updated = self._admin.decode(told, _Updated, "/update_weights_from_disk")
         if not updated.success:
             raise PublishRefused(f"the server must load {version.folder}: got {updated.message!r}")

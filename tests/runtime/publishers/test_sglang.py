@@ -47,16 +47,41 @@ async def test_the_server_says_which_version_it_serves(server, base_model, weigh
 
 async def test_a_refusal_is_not_repeated_and_generation_goes_on(server, base_model, weights):
     server.failures["/update_weights_from_disk"] = [Failure(400, "cannot load")]
-    with pytest.raises(PublishRefused, match=r"cannot load.*old weights are put back"):
+    with pytest.raises(PublishRefused, match=r"cannot load; the old weights serve \("):
         await publisher(server, base_model).publish(weights(1), 1)
     assert server.running.is_set()
-    assert server.updates == []
+    assert [update["model_path"] for update in server.updates] == [str(base_model)]  # to be sure of it
 
 
 async def test_failures_that_may_pass_are_repeated(server, base_model, weights):
     server.failures["/update_weights_from_disk"] = [Failure(503), Failure(0)]
     await publisher(server, base_model).publish(weights(1), 1)
     assert server.loaded == canary(1)
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        {"/update_weights_from_disk": [Failure(-1), Failure(400)]},
+        {"/update_weights_from_disk": [Failure(-1), Failure(500)]},
+        {"/continue_generation": [Failure(400)]},
+        {"/continue_generation": [Failure(503), Failure(503), Failure(503)]},
+    ],
+    ids=str,
+)
+async def test_what_a_failed_publication_says_of_the_server_is_so(server, base_model, weights, failures):
+    server.failures |= {path: list(scripted) for path, scripted in failures.items()}
+    with pytest.raises(PublishError) as caught:
+        await publisher(server, base_model, attempts=2).publish(weights(1), 1)
+    if "the old weights serve" in str(caught.value):
+        assert (server.loaded, server.generate(), server.weight_version) == (canary(0), canary(0), "0")
+        assert server.running.is_set()
+    else:
+        assert "what the server serves is not known, and it may be paused" in str(caught.value)
+        assert not server.running.is_set()
+    server.failures.clear()
+    await publisher(server, base_model).publish(weights(2), 2)
+    assert (server.generate(), server.running.is_set()) == (canary(2), True)
 
 
 async def test_a_server_that_keeps_its_weights_is_caught(server, base_model, weights):
