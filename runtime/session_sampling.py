@@ -30,5 +30,5 @@ def why_not_trained(sampling: Sampling | None) -> str:
         return ""
     return (
         f"the agent drew at temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}: "
-        "expected 1, 1, 0; let the session pin its sampling"
+        "expected 1, 1, 0; let the session pin its sampling, as `turngate gateway --temperature 1` does"
     )
