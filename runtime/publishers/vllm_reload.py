@@ -36,7 +36,7 @@ class VLLMReload:
     weights can be reused by a request under the new ones. Frozen requests have theirs computed anew.
     """
 
-    # Changed by serve(), keep() and undo(): _serving, _before, _is_loading.
+    # Changed by serve(), keep() and undo(): _serving, _before, _is_known.
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class VLLMReload:
         self._served_name = model
         self._is_tied = is_tied
         self._serving = self._before = Version(base_model, "0")
-        self._is_loading = False
-        """Whether a load was begun and not confirmed."""
+        self._is_known = True
+        """Whether what it serves is `_serving`, as far as its answers tell."""
 
     def __repr__(self) -> str:
         return f"{self._admin.url}, vLLM reload"
@@ -110,49 +110,53 @@ class VLLMReload:
         return await score_by_echo(self._admin, self._served_name, token_ids, timeout_s)
 
     async def _switch(self, version: Version) -> None:
-        loaded = False
+        is_paused = False
         try:
             await self._pause()
+            is_paused = True
             await self._load(version.folder)
-            loaded = True
             await self._forget()
             await self._label(version.label)
             await self._admin.post("/resume")
+            self._is_known = True
         except BaseException as error:
             # A cancellation too: a server that stays paused would hold every request for ever.
             state = "what the server serves is not known, and it may be paused: POST /resume"
             with anyio.move_on_after(_CLEAN_UP_S, shield=True):
-                state = await self._clean_up(error, loaded)
+                state = await self._clean_up(error, is_paused)
             if isinstance(error, PublishError):
                 raise type(error)(f"{error}; {state}") from error
             raise
 
-    async def _clean_up(self, error: BaseException, loaded: bool) -> str:
+    async def _clean_up(self, error: BaseException, is_paused: bool) -> str:
         """Make the server serve something known, and return what, as the end of an error message."""
+        has_said_no = isinstance(error, PublishError) and not (isinstance(error, AdminError) and not error.status)
         try:
-            if isinstance(error, AdminError) and error.status and not loaded and self._is_loading:
-                # It answered that it could not: some layers may have their new weights by now, some not.
+            if has_said_no and is_paused and not self._is_known:
+                # Some layers may have their new weights by now, or all: from an attempt, too, whose reply was lost.
                 await self._load(self._serving.folder)
-            await self._forget()
+                await self._forget()
+                await self._label(self._serving.label)
+                self._is_known = True
+            else:
+                await self._forget()
             await self._admin.post("/resume")
         except PublishError as failure:
             return f"what the server serves is not known, and it may be paused: {failure}; restart it"
-        if loaded or not isinstance(error, AdminError):
+        if not self._is_known:
             return "the new weights may be serving under the old version's name"
         return f"the old weights serve ({self._serving.folder})"
 
     async def _pause(self) -> None:
-        self._is_loading = False
         try:
             await self._admin.post("/pause", params={"mode": _PAUSE_MODES[self.in_flight], "clear_cache": "false"})
         except AdminError as error:
             raise _explain(error) from error
 
     async def _load(self, folder: Path) -> None:
-        self._is_loading = True
+        self._is_known = False
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._admin.post("/collective_rpc", body)
-        self._is_loading = False
 
     async def _forget(self) -> None:
         """Drop every cached key and value; running requests compute theirs anew when they go on."""

@@ -85,6 +85,32 @@ async def test_a_reload_that_fails_for_good_brings_the_old_weights_back_and_goes
     assert await publisher.served_version() == 1
 
 
+@pytest.mark.parametrize(
+    "failures",
+    [
+        {"/collective_rpc": [Failure(-1), Failure(-1)]},
+        {"/collective_rpc": [Failure(-1), Failure(500)]},
+        {"/collective_rpc": [Failure(-1)], "/reset_prefix_cache": [Failure(503), Failure(503), Failure(503)]},
+        {"/resume": [Failure(500), Failure(503), Failure(500), Failure(503)]},
+    ],
+    ids=str,
+)
+async def test_what_a_failed_publication_says_of_the_server_is_so(server, publisher, weights, failures):
+    server.failures |= {path: list(scripted) for path, scripted in failures.items()}
+    publisher._attempts = 2
+    server.generate()
+    with pytest.raises(PublishError) as caught:
+        await publisher.publish(weights(1), 1)
+    if "the old weights serve" in str(caught.value):
+        assert (server.loaded, server.weight_version) == (canary(0), "0")
+    else:
+        assert "may be" in str(caught.value)
+    assert server.running.is_set() or "it may be paused" in str(caught.value)
+    server.failures.clear()
+    await publisher.publish(weights(2), 2)
+    assert (server.generate(), server.running.is_set()) == (canary(2), True)
+
+
 async def test_a_server_that_can_load_nothing_any_more_is_said_to_be_unknown(server, publisher, weights):
     server.failures["/collective_rpc"] = [Failure(500, "broken")] * 8
     with pytest.raises(PublishError, match=r"what the server serves is not known, and it may be paused.*restart it"):
