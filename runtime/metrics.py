@@ -44,7 +44,8 @@ def wilson_interval(successes: int, trials: int, *, z: float = _Z_95) -> tuple[f
     rate = successes / trials
     spread = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
     middle, scale = rate + z * z / (2 * trials), 1 + z * z / trials
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    low = (middle - spread) / scale if successes else 0.0  # exactly so: rounding leaves 1e-17
+    return low, (middle + spread) / scale if successes < trials else 1.0
 
 
 def quantiles(values: Iterable[float], levels: Sequence[float]) -> list[float]:

@@ -32,6 +32,12 @@ def test_wilson_interval_agrees_with_published_values(successes, trials, low, hi
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-6)
 
 
+@pytest.mark.parametrize("trials", range(1, 50))
+def test_wilson_interval_ends_exactly_where_it_must(trials):
+    assert wilson_interval(0, trials)[0] == 0.0
+    assert wilson_interval(trials, trials)[1] == 1.0
+
+
 def test_wilson_interval_refuses_impossible_counts():
     with pytest.raises(ValueError, match="between 0 and trials: got 3 of 2"):
         wilson_interval(3, 2)
