@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +107,8 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", events: "
 
     pinned = None
     if arguments.temperature is not None:
-        pinned = Sampling(temperature=arguments.temperature, max_tokens=arguments.max_tokens or _MAX_TOKENS)
+        cap = _MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
+        pinned = Sampling(temperature=arguments.temperature, max_tokens=cap)
     limits = Limits(max_turns=arguments.max_turns, rollout_timeout_s=arguments.deadline)
     endpoint = await connect(
         arguments.url,
@@ -146,13 +148,17 @@ def _episodes_written(folder: Path | None, events: "Events") -> Generator[None]:
         yield
         return
     log = EpisodeLog(folder / _FILE)
+    kinds = Counter[bool]()
 
     def write(finished: RolloutFinished) -> None:
         if finished.trajectory.turns:
             log.write(finished.trajectory)
+            kinds[finished.trajectory.trainable] += 1
 
     events.subscribe(RolloutFinished, write)
     try:
         yield
+        lost = f", {log.lost} lost" if log.lost else ""
+        print(f"{kinds.total()} episodes for {log.path}{lost}; {kinds[True]} can be trained on", flush=True)
     finally:
         log.close()

@@ -16,7 +16,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @contextlib.contextmanager
 def gateway(*arguments):
-    """Run the command in a process of its own; yields its first lines' words, and stops it by a signal."""
+    """Run the command in a process of its own, and stop it by a signal; what it says last is in `process.last`."""
     start = "import sys; from turngate.runtime.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "gateway", *arguments, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -24,6 +24,7 @@ def gateway(*arguments):
         yield process
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0, process.stderr.read()
+        process.last = process.stdout.read()
     finally:
         process.kill()
         process.communicate()
@@ -37,6 +38,7 @@ def test_every_api_key_is_an_episode_and_all_are_written_when_it_stops(serve, tm
             with OpenAI(base_url=url, api_key=key) as client:
                 for _ in range(turns):
                     client.chat.completions.create(model="any", messages=HI, max_tokens=4)
+    assert process.last == f"2 episodes for {tmp_path / 'runs' / 'trajectories.jsonl'}; 2 can be trained on\n"
     trajectories = list(read_trajectories(tmp_path / "runs" / "trajectories.jsonl"))
     assert sorted(len(trajectory.turns) for trajectory in trajectories) == [1, 2]
     assert all(trajectory.trainable and trajectory.token_mode == "server" for trajectory in trajectories)
@@ -77,6 +79,7 @@ def test_what_cannot_work_is_explained_without_a_traceback(serve, tmp_path, caps
         (["--upstream", url, "--key-file", str(tmp_path / "none")], "--key-file must be readable"),
         (["--upstream", url, "--record", str(tmp_path / "file" / "x")], "--record must be a folder"),
         (["--upstream", url, "--temperature", "-1"], "temperature must be"),
+        (["--upstream", url, "--temperature", "1", "--max-tokens", "0"], "max_tokens must be"),
         (["--upstream", "localhost:80"], "http://"),
     ):
         assert cli.main(["gateway", *arguments]) == 2
