@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias, cast
 
 import msgspec
 
@@ -190,7 +190,9 @@ class Guidance:
         if self.candidates is not None:
             from turngate.runtime.enumeration import choose_enumerated  # late: it imports this module
 
-            return await choose_enumerated(self, self.candidates, draw, point, beta)
+            # Through Any: in a cycle of imports type checkers take this file and its link for two modules.
+            guidance, listing, here = cast(Any, self), cast(Any, self.candidates), cast(Any, point)
+            return await choose_enumerated(guidance, listing, draw, here, beta)
         if beta == 0:
             self.tally.drawn(1)
             return await draw(point.seed)

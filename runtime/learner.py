@@ -29,7 +29,8 @@ def check_learner(
     if missing := [name for name in getattr(learner, "needs_scores", ()) if name not in scorers]:
         raise ConfigError(
             f"the runtime must have a scorer for each score the learner reads: expected {', '.join(missing)}, got "
-            f"{', '.join(scorers) or 'none'}; pass Runtime(scorers=...), for Monte Carlo values train(branching=...), or correct the name"
+            f"{', '.join(scorers) or 'none'}; pass Runtime(scorers=...), for Monte Carlo values train(branching=...), "
+            "or correct the name"
         )
     if (check_staleness := getattr(learner, "check_staleness", None)) is not None:
         check_staleness(max_staleness)

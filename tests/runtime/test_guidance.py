@@ -179,8 +179,8 @@ def test_a_forbidden_draw_is_never_chosen():
     for seed in range(50):
         chosen, _ = choose("aab", q=q, seed=seed, floor=0.5)
         assert chosen.text == "b"
-    assert chosen.decision.value_version == 9
-    assert chosen.decision.candidates[0].q is None
+        assert chosen.decision.value_version == 9
+        assert chosen.decision.candidates[0].q is None
 
 
 def test_a_failed_first_draw_fails_as_the_base_would_and_another_one_costs_the_guidance():

@@ -23,6 +23,7 @@ from turngate.runtime.testing import FakeEndpoint
 from turngate.runtime.testing.learner import CountingLearner
 from turngate.runtime.training import train
 from turngate.runtime.types import NO_TURN, Batch, Group, Message, Turn, UpdateReport
+from turngate.runtime.weights import InFlight
 
 TASKS = train_tasks(16, seed=1)
 NONSENSE = Noise(invalid=1.0)
@@ -46,6 +47,8 @@ def violates(turn: Turn) -> bool:
 
 class Publisher:
     """Weights that change nothing."""
+
+    in_flight: InFlight = "continues"
 
     async def publish(self, path: Path, policy_version: int) -> None:
         assert path.exists()

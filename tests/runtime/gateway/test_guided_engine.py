@@ -3,6 +3,7 @@
 import asyncio
 import math
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -51,7 +52,7 @@ async def test_an_agent_gets_guided_replies_by_the_models_name_and_guided_tokens
             async with AsyncOpenAI(base_url=gateway.url, api_key=session.key, max_retries=0) as client:
                 guided = await client.chat.completions.create(model="policy@guided", messages=HI)
                 said = {"role": "assistant", "content": guided.choices[0].message.content}
-                chat = [*HI, said, {"role": "user", "content": "go"}]
+                chat: Any = [*HI, said, {"role": "user", "content": "go"}]
                 stream = await client.chat.completions.create(model="policy@guided", messages=chat, stream=True)
                 words = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
                 header = {"x-turngate-guidance": "tokens, beta=4, top_k=6"}

@@ -14,7 +14,7 @@ class Control:
     """A server in memory: answers like the last version it was given, moved by `off` nats."""
 
     in_flight = "restarts"
-    model = None
+    model: str | None = None
 
     def __init__(self):
         self.served, self.before = 0.0, 0.0
