@@ -3,8 +3,12 @@
 Imports `turngate.runtime` and `turngate.envs`.
 """
 
+from importlib.util import find_spec
+
 if __name__ == "learners":
     raise ImportError("import turngate.learners, not learners: the bare name makes a second copy of every class")
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("turngate.learners needs the extra train: pip install 'turngate[train]'", name="torch")
 
 from turngate.learners.cloning import CloningConfig, clone
 from turngate.learners.critic import CriticConfig

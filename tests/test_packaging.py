@@ -107,6 +107,26 @@ for part in (turngate.envs, turngate.runtime):
     assert result.returncode == 0, result.stderr
 
 
+def test_what_needs_torch_names_the_extra_where_there_is_none() -> None:
+    for code, told in (
+        ("import turngate.learners", "ModuleNotFoundError: turngate.learners needs the extra train"),
+        (
+            "from turngate.runtime import cli; sys.exit(cli.main(['serve', 'x']))",
+            "turngate serve needs the extra train",
+        ),
+    ):
+        hidden = """
+import sys
+from importlib.machinery import PathFinder
+class WithoutTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torch" else super().find_spec(name, path, target)
+sys.meta_path = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+        assert told in run_python(hidden + code).stderr.splitlines()[-1]
+
+
 def test_importing_the_runtime_costs_little_more_than_its_libraries() -> None:
     # The least of interleaved tries, in CPU time: other processes on the machine change neither.
     times: dict[str, list[float]] = {BASELINE_IMPORT: [], "import turngate.runtime": []}

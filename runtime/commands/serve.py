@@ -37,7 +37,11 @@ def add(commands: Commands) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     # Late: --help and the other commands need no torch.
     from turngate.runtime.engine.config import EngineConfig
-    from turngate.runtime.engine.server import load_critic, load_model, serve
+
+    try:
+        from turngate.runtime.engine.server import load_critic, load_model, serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"turngate serve needs the extra train: {error}; pip install 'turngate[train]'") from error
 
     config = EngineConfig(
         host=arguments.host,
