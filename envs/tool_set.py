@@ -213,5 +213,5 @@ class _Refused(Exception):
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except (Exception, SystemExit):  # whatever its own __str__ raises
         return "an error whose text cannot be had"

@@ -164,19 +164,13 @@ class Tool:
         await slots.acquire()
         if self.is_async:
             try:
-                return await self._run(arguments)
+                return await _awaited(lambda: self.function(**arguments))
             finally:
                 slots.release()
         value, error = await run_in_thread(lambda: _outcome(self.function, arguments), slots.release)
         if error is not None:
             raise error
-        return await value if inspect.isawaitable(value) else value
-
-    async def _run(self, arguments: dict[str, Any]) -> Any:
-        try:
-            return await cast(Awaitable[Any], self.function(**arguments))
-        except (SystemExit, KeyboardInterrupt) as error:  # would stop the event loop, from whatever task
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return await _awaited(lambda: value) if inspect.isawaitable(value) else value
 
 
 @overload
@@ -199,6 +193,13 @@ def tool(function: Function | None = None, /, **settings: Any) -> Tool | Callabl
     if function is not None:
         return Tool.of(function)
     return lambda decorated: Tool.of(decorated, **settings)
+
+
+async def _awaited(make: Callable[[], Any]) -> Any:
+    try:
+        return await cast(Awaitable[Any], make())
+    except (SystemExit, KeyboardInterrupt) as error:  # would stop the event loop, from whatever task
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _outcome(function: Function, arguments: dict[str, Any]) -> tuple[Any, Exception | None]:

@@ -150,7 +150,17 @@ async def test_exceptions_of_every_kind_are_answers():
     def leave_thread() -> None:
         raise SystemExit(1)
 
-    for function in (rude, leave, cancelled, leave_thread):
+    def leave_later() -> Any:
+        return leave()
+
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise SystemExit(1)
+
+    async def unspeakable() -> None:
+        raise Unspeakable
+
+    for function in (rude, leave, cancelled, leave_thread, leave_later, unspeakable):
         assert (await answer_of(function)).problem == "exception"
 
 
