@@ -125,6 +125,8 @@ class Admission:
         return is_same_key(head, self._admin_key) and (dot == "" or (dot == "." and name != ""))
 
     def _open(self, key: str) -> Session:
+        if len(self.sessions) >= self.config.max_sessions:
+            raise _later(f"the gateway must not have more than {self.config.max_sessions} sessions open", 429)
         self._opened += 1
         # A key without a name behind it may be a secret of the agent's owner, which no record should have.
         name = key[len(self._admin_key) + 1 :] if self.config.admin_key is not None else ""

@@ -27,6 +27,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     sessions_by_key: bool = False
     """Whether a key that nobody has seen yet opens a session of its own; else sessions are opened before. With an
     `admin_key` given, such keys must be that key, or that key, a dot and a name."""
+    max_sessions: int = 16_384
+    """Open at once; a key that would open one more gets a 429."""
     max_body_bytes: int = 16 * 1024 * 1024
     max_open: int = 4096
     """Requests being answered at once; one more gets a 429."""
@@ -54,7 +56,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"max_guidance_beta must be at least 0: got {self.max_guidance_beta} (GatewayConfig)")
         if self.max_guidance_draws < 1:
             raise ConfigError(f"max_guidance_draws must be 1 or more: got {self.max_guidance_draws} (GatewayConfig)")
-        for name in ("max_body_bytes", "max_open", "max_open_per_session", "kept_replies", "kept_trajectories"):
+        for name in (
+            "max_sessions",
+            "max_body_bytes",
+            "max_open",
+            "max_open_per_session",
+            "kept_replies",
+            "kept_trajectories",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more: got {getattr(self, name)} (GatewayConfig)")
         for name in ("body_timeout_s", "write_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s"):

@@ -51,6 +51,14 @@ async def test_the_name_behind_the_admin_key_names_the_episode_and_no_key_does()
         assert (finished[0].task.id, finished[0].id) == told
 
 
+async def test_made_up_keys_do_not_open_sessions_without_end():
+    async with door_to(sessions_by_key=True, admin_key=None, max_sessions=2) as door:
+        statuses = [(await door.post(CHAT_PATH, key))[0] for key in ("one", "two", "three", "one")]
+        assert statuses == [200, 200, 429, 200]
+        door.gateway.sessions.find("one").seal()
+        assert (await door.post(CHAT_PATH, "three"))[0] == 200
+
+
 async def test_who_waits_for_a_reply_when_all_sessions_are_ended_has_not_failed():
     table: dict[str, Any] = {}
     finished = recorded(table)
