@@ -27,6 +27,7 @@ from turngate.learners.policy_model import ModelChoice, TrainableModel, model_so
 from turngate.learners.turns import RewardsOf, action_turns, recorded_rewards
 from turngate.learners.value_metrics import brier_score, explained_variance, success_auc
 from turngate.runtime.branching import Branches, TurnBranches
+from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.seeds import derive_seed
@@ -43,6 +44,13 @@ class ValueFitConfig:
 
     kind: ValueKind = "success"
     """`success`: returns lie in [0, 1] and the head's logit is trained by cross-entropy; `scalar`: by squares."""
+    extra_layers: int = 1
+    """Layers of the critic on top of the embedded model's own. What a policy finds out where it decides, in its last
+    layer, cannot be looked up from the tokens behind: a layer more can. They start as the identity. Models of
+    transformers take none."""
+    action_weight: float = 1.0
+    """Weight of the places behind actions beside those at tokens, of which there are several times as many. Above 1 the
+    critic is better at whole actions, at the expense of prefixes."""
     epochs: int = 4
     batch_trajectories: int = 32
     """Episodes per optimizer step."""
@@ -62,6 +70,10 @@ class ValueFitConfig:
         for name in ("epochs", "batch_trajectories", "microbatch_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more: got {getattr(self, name)} (ValueFitConfig)")
+        if self.extra_layers < 0:
+            raise ConfigError(f"extra_layers must be 0 or more: got {self.extra_layers} (ValueFitConfig)")
+        if not (self.action_weight > 0 and math.isfinite(self.action_weight)):
+            raise ConfigError(f"action_weight must be positive: got {self.action_weight} (ValueFitConfig)")
         if not 0 < self.held_out < 1:
             raise ConfigError(f"held_out must be above 0 and below 1: got {self.held_out} (ValueFitConfig)")
         if not self.max_grad_norm > 0:
@@ -130,7 +142,7 @@ def fit_critic(
     usable = [t for t in trajectories if t.end.is_terminal and t.trainable and t.policy_tokens]
     found = _by_trajectory(branches, usable)
     source = model_source(model)
-    critic = source.load(None, value_head=True)
+    critic = _deepened(source.load(None, value_head=True), config.extra_layers, config.seed)
     context = critic.config.max_context
     rows = [[_row(s, t, rewards, found.get(t.id), config, context) for s in t.segments] for t in usable]
     train, held = _split([[row for row in own if row is not None] for own in rows], config)
@@ -149,7 +161,8 @@ def fit_critic(
             step += 1
         held_rows = [row for own in held for row in own]
         outputs, targets = _read(critic, held_rows, config), _targets(held_rows)
-        losses.append(float(_loss(outputs, targets, config).mean()))
+        weights = _weights(held_rows, config)
+        losses.append(float((_loss(outputs, targets, config) * weights).sum() / weights.sum()))
         if not math.isfinite(losses[-1]):
             raise LearnerError(f"held-out loss must be finite: got {losses[-1]} in epoch {epoch + 1}; lower the rates")
         _log.info(f"epoch {epoch + 1}: held-out loss {losses[-1]:.4f}")
@@ -159,6 +172,16 @@ def fit_critic(
     critic.save(folder)
     source.copy_companions(folder)
     return _report(critic, train, held, losses, len(trajectories) - len(usable), config)
+
+
+def _deepened(model: TrainableModel, extra: int, seed: int) -> TrainableModel:
+    """Return the model with more layers on top, silent ones: it computes what it did."""
+    if not extra or not isinstance(model, PolicyModel):
+        return model
+    config = msgspec.structs.replace(model.config, layers=model.config.layers + extra)
+    deeper = PolicyModel(config, seed=derive_seed(seed, "extra layers") % 2**31)
+    deeper.load_state_dict(model.state_dict(), strict=False)
+    return deeper
 
 
 def _by_trajectory(branches: Sequence[Branches], trajectories: Sequence[Trajectory]) -> dict[str, Branches]:
@@ -259,11 +282,12 @@ def _step(
     critic: TrainableModel, rows: Sequence[_Row], optimizer: MuonAdamW, config: ValueFitConfig, factor: float
 ) -> None:
     optimizer.zero_grad()
-    count = sum(len(row.targets_P) for row in rows)
+    count = float(_weights(rows, config).sum())
     total = 0.0
     for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
         picked = [rows[i] for i in indices]
-        loss = _loss(_outputs(critic, picked), _targets(picked), config).sum() / count
+        losses = _loss(_outputs(critic, picked), _targets(picked), config)
+        loss = (losses * _weights(picked, config)).sum() / count
         torch.autograd.backward(loss)
         total += float(loss.detach())
     norm = optimizer.clip_grad_norm(config.max_grad_norm)
@@ -281,6 +305,11 @@ def _outputs(critic: TrainableModel, rows: Sequence[_Row]) -> Tensor:
 
 def _targets(rows: Sequence[_Row]) -> Tensor:
     return torch.from_numpy(np.concatenate([row.targets_P for row in rows]))
+
+
+def _weights(rows: Sequence[_Row], config: ValueFitConfig) -> Tensor:
+    is_end = torch.from_numpy(np.concatenate([row.is_end_P for row in rows]))
+    return torch.where(is_end, config.action_weight, 1.0)
 
 
 def _loss(outputs: Tensor, targets: Tensor, config: ValueFitConfig) -> Tensor:
