@@ -235,10 +235,13 @@ class Session(HasDoor):
                 f"{f', role {role}' if role else ''}); end the episode, rewards are still taken"
             )
 
-    def allowed_sampling(self, asked: Sampling | None) -> Sampling:
-        """Return how the next request is drawn: what is pinned and the token limit before what the agent asks for."""
+    def allowed_sampling(self, asked: Sampling | None, choices: int = 1) -> Sampling:
+        """Return how the next request is drawn: what is pinned and the token limit before what the agent asks for.
+
+        Its choices share the tokens that are left.
+        """
         limit = self.limits.max_policy_tokens
-        left = None if limit is None else limit - self._recorder.policy_tokens
+        left = None if limit is None else (limit - self._recorder.policy_tokens) // choices
         return allowed_sampling(asked, self.sampling, left)
 
     def next_seed(self) -> int:

@@ -104,7 +104,7 @@ def drawing_for(fields: Fields, ask: ChatAsk | TextAsk, session: Session, *, cap
         )
     except ConfigError as error:
         raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
-    drawn = session.allowed_sampling(asked)
+    drawn = session.allowed_sampling(asked, ask.n or 1)
     has_cap = limit is not None or session.limits.max_policy_tokens is not None
     return Drawing(
         drawn,

@@ -421,3 +421,12 @@ async def test_a_turn_that_was_delivered_and_cannot_be_recorded_is_not_forgotten
     trajectory = session.seal()
     assert (trajectory.end, len(trajectory.turns), trajectory.trainable) == (End.success, 1, False)
     assert "token ids must be integers" in trajectory.untrainable_because
+
+
+async def test_choices_share_the_tokens_that_are_left():
+    table = SessionTable(FakeEndpoint(["x"]), limits=Limits(max_policy_tokens=10), sampling=Sampling(max_tokens=64))
+    session = table.create()
+    assert session.allowed_sampling(None).max_tokens == 10
+    assert session.allowed_sampling(None, 4).max_tokens == 2
+    assert session.allowed_sampling(None, 64).max_tokens == 1
+    session.seal()
