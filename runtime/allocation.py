@@ -104,7 +104,8 @@ class SequentialStop(msgspec.Struct, frozen=True, kw_only=True):
             low, high = so_far.mean - 2 * so_far.standard_error, so_far.mean + 2 * so_far.standard_error
         if (high - low) / 2 <= self.half_width:
             return True
-        return self.threshold is not None and not low <= self.threshold <= high
+        # Written so that the NaN of a single return, which does not know its spread, decides nothing.
+        return self.threshold is not None and (self.threshold < low or high < self.threshold)
 
 
 def highest(scores: Sequence[float], *, share: float | None = None, threshold: float | None = None) -> list[int]:

@@ -59,6 +59,12 @@ def test_sampling_stops_when_the_sign_is_decided_or_the_cap_is_reached():
     assert stop.is_enough(estimate([1, 0] * 8))
 
 
+def test_a_single_return_that_is_no_success_rate_decides_nothing():
+    stop = SequentialStop(at_least=1, threshold=0.5)
+    assert not stop.is_enough(estimate([0.3]))
+    assert stop.is_enough(estimate([0.3, 0.3]))
+
+
 def test_sampling_stops_when_it_is_precise_enough():
     assert SequentialStop(half_width=0.3).is_enough(estimate([1, 0, 1, 0, 1, 0, 1, 0]))
     assert not SequentialStop(half_width=0.1).is_enough(estimate([0.1, 0.9, 0.5, 0.4]))

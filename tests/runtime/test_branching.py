@@ -108,7 +108,7 @@ def test_eight_continuations_at_twenty_turns_cost_exactly_what_the_formula_says(
         assert len(found.q if estimand == "Q" else found.v) == 20
 
 
-def test_p11_continuations_have_independent_luck_and_the_mean_is_the_coins():
+def test_p14_continuations_have_independent_luck_and_the_mean_is_the_coins():
     found = explore(lambda: CoinFlipEnv(1), says("heads"), estimands=["Q", "V"], continuations=400)
     q, v = found.q[0].estimate, found.v[0].estimate
     assert q.mean == pytest.approx(0.5, abs=0.1)
@@ -125,7 +125,7 @@ def test_b5_1_an_action_that_is_tried_again_meets_new_luck():
     assert {t.end for t in found.q[1].trajectories} == {End.success, End.failure}
 
 
-def test_b5_2_no_two_continuations_share_the_samplers_seed():
+def test_p14_b5_2_no_two_continuations_share_the_samplers_seed():
     """modelscope/ms-swift#7858, verl#5179, SkyRL#1015, AReaL#1524."""
     endpoint = says("heads")
     explore(lambda: CoinFlipEnv(3), endpoint, continuations=8, estimands=["Q", "V"])

@@ -3,14 +3,15 @@
 import asyncio
 import itertools
 import math
+import random
 from collections import Counter, defaultdict
 
 import msgspec
 import pytest
 
 from turngate.runtime.errors import ConfigError, EndpointError
-from turngate.runtime.guidance import DecisionPoint, Guidance, QValues
-from turngate.runtime.selection import enumerated_probs, selection_probs
+from turngate.runtime.guidance import DecisionPoint, Guidance, QValues, pick
+from turngate.runtime.selection import enumerated_probs, log_selection_weight, selection_probs
 from turngate.runtime.testing import run_virtual
 from turngate.runtime.types import Completion, Message, ToolCall, Turn
 
@@ -75,6 +76,24 @@ def test_p12_over_all_draws_and_choices_the_marginal_is_the_formula_and_its_weig
             expected[action] += math.prod(PI[a] for a in drawn) * weight
     assert {a: guided[a] for a in PI} == pytest.approx(expected)
     assert {a: back[a] for a in PI} == pytest.approx(PI)
+
+
+def test_p12_and_p11_by_a_hundred_thousand_samples_the_marginal_is_the_formula_and_the_weights_lead_back():
+    every = {"".join(drawn): math.prod(PI[a] for a in drawn) for drawn in itertools.product("abc", repeat=3)}
+    weights = {drawn: selection_probs([Q[a] for a in drawn], 3.0) for drawn in every}
+    formula = dict.fromkeys(PI, 0.0)
+    for drawn, chance in every.items():
+        for action, weight in zip(drawn, weights[drawn], strict=True):
+            formula[action] += chance * weight
+    seen, back, count = Counter[str](), dict.fromkeys(PI, 0.0), 100_000
+    samples = random.Random(0).choices(list(every), list(every.values()), k=count)
+    for seed, drawn in enumerate(samples):
+        chosen = pick(weights[drawn], seed)
+        seen[drawn[chosen]] += 1
+        back[drawn[chosen]] += math.exp(-log_selection_weight(weights[drawn], chosen))
+    for action, expected in formula.items():
+        assert seen[action] / count == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / count))
+        assert back[action] / count == pytest.approx(PI[action], abs=0.01)
 
 
 def test_choices_over_many_seeds_follow_the_weights():

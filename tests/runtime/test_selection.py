@@ -38,7 +38,7 @@ def marginal(n, choose):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("beta", [0.0, 3.0, 20.0])
-def test_p12_the_selection_weight_leads_back_to_the_base_exactly(n, beta):
+def test_p11_the_selection_weight_leads_back_to_the_base_exactly(n, beta):
     _, weighted = marginal(n, lambda q: selection_probs(q, beta))
     assert weighted == pytest.approx(PI, abs=1e-12)
 
