@@ -33,6 +33,7 @@ def arguments(run_dir: Path, **changes: object) -> argparse.Namespace:
         "seeds": [3],
         "episodes": 24,
         "epochs": 1,
+        "action_weight": 5.0,
         "tasks": 4,
         "betas": [5.0],
         "draws": 2,
