@@ -1,6 +1,6 @@
 """The draws of one decision: actions of the base policy, all from one context, of which one will be played."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from turngate.envs.base import ToolSpec
 from turngate.runtime.conversation import Conversation
@@ -14,7 +14,7 @@ __all__ = ["BaseDraw"]
 class BaseDraw:
     """Draws as often as asked; called with a seed, it samples one action."""
 
-    # Changed by draws: _drawn.
+    # Changed by draws: _drawn, what each was with what remembers it.
     __slots__ = (
         "_conversation",
         "_drawn",
@@ -40,19 +40,23 @@ class BaseDraw:
         """Hold what the base would be asked with. Args: is_seeded: send seeds; a request without any gets none."""
         self.endpoint, self._conversation, self._messages = endpoint, conversation, messages
         self.sampling, self.tools, self._timeout_s, self._is_seeded = sampling, tools, timeout_s, is_seeded
-        self._drawn: list[Completion] = []
+        self._drawn: list[tuple[Completion, list[Callable[[], None]]]] = []
 
     async def __call__(self, seed: int) -> Completion:
         """Sample one action. Raises as `Endpoint.complete` does."""
-        drawn = await self._conversation.complete(
-            self._messages,
-            self.sampling,
-            seed=seed if self._is_seeded else None,
-            tools=self.tools,
-            timeout_s=self._timeout_s,
-        )
-        self._drawn.append(drawn)
+        later: list[Callable[[], None]] = []
+        drawn = await self._complete(seed if self._is_seeded else None, later)
+        self._drawn.append((drawn, later))
         return drawn
+
+    async def _complete(self, seed: int | None, later: list[Callable[[], None]]) -> Completion:
+        conversation, messages, sampling, tools = self._conversation, self._messages, self.sampling, self.tools
+        timeout_s = self._timeout_s
+        if isinstance(conversation, TokenConversation):  # remembers: not every draw, but the one that is played
+            return await conversation.complete(
+                messages, sampling, seed=seed, tools=tools, timeout_s=timeout_s, later=later
+            )
+        return await conversation.complete(messages, sampling, seed=seed, tools=tools, timeout_s=timeout_s)
 
     @property
     def has_own_ids(self) -> bool:
@@ -67,9 +71,9 @@ class BaseDraw:
         )
 
     def keep(self, chosen: Completion) -> None:
-        """Forget the draws that were not chosen: nothing goes on from them."""
-        if isinstance(self._conversation, TokenConversation):
-            for drawn in self._drawn:
-                if drawn.token_ids is not chosen.token_ids:
-                    self._conversation.forget(drawn)
+        """Let the conversation go on from the draw that is played; from the others nothing does."""
+        for drawn, later in self._drawn:
+            if drawn.token_ids is chosen.token_ids:
+                for remember in later:
+                    remember()
         self._drawn.clear()

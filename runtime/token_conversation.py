@@ -5,7 +5,8 @@ are asked for at once. Each request goes on from the longest chat that it shows 
 one that goes on from nothing is rendered whole, and its record starts a new segment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -124,13 +125,15 @@ class TokenConversation:
         tools: Sequence[ToolSpec] = (),
         timeout_s: float = 600.0,
         generate: Generate | None = None,
+        later: list[Callable[[], None]] | None = None,
     ) -> Completion:
         """Sample one completion; what follows the last answer shown is rendered, the rest is kept.
 
         Cancelled: nothing of the request is remembered. Raises as `Endpoint.complete` does; EndpointRefused also when
         the model's chat format has no way to write the messages, MalformedReply when it knows no such ids.
 
-        Args: generate: sends this one prompt in its own way, for those who want to see the ids come.
+        Args: generate: sends this one prompt in its own way, for those who want to see the ids come. later: for one
+            of several draws: gets what remembers this one, to be called if it is played.
         """
         # 1. Decide what the model sees.
         shown, offered = list(messages), tuple(tools)
@@ -145,18 +148,22 @@ class TokenConversation:
         # 3. Read what it says, and remember it as it was sampled.
         completion = self._read(completion, sampling, prefix, has_tools=bool(offered))
         answer = Message("assistant", completion.text, completion.tool_calls)
-        branch = self._branch_at(place, offered)
-        branch.add(shown, answer, prompt, completion.token_ids)
+        if later is None:
+            self._remember(place, offered, shown, answer, prompt, completion.token_ids)
+        else:
+            later.append(partial(self._remember, place, offered, shown, answer, prompt, completion.token_ids))
         return completion
 
-    def forget(self, completion: Completion) -> None:
-        """Drop the branch that ends in this completion: one of several that were drawn, and not the one played.
-
-        What came before it goes with it, unless another branch has that too.
-        """
-        self._branches = [
-            branch for branch in self._branches if branch.answers[-1].token_ids is not completion.token_ids
-        ]
+    def _remember(
+        self,
+        place: _Place | None,
+        tools: tuple[ToolSpec, ...],
+        shown: list[Message],
+        answer: Message,
+        prompt: JsonIds,
+        token_ids: Sequence[int],
+    ) -> None:
+        self._branch_at(place, tools).add(shown, answer, prompt, token_ids)
 
     def _longest(self, messages: list[Message], tools: tuple[ToolSpec, ...]) -> _Place | None:
         """Return the longest chat that `messages` go on from; tools on offer are part of what the model saw."""

@@ -134,8 +134,9 @@ def test_the_look_ahead_of_an_agent_is_not_guided():
     assert trajectory.last_context_is_whole
 
 
-def test_where_chats_are_rendered_here_only_the_chosen_draw_is_remembered():
-    texts = iter(["a", "abcd", "ab", "abc", "x", "xyz", "xy", "xyzw"])
+@pytest.mark.parametrize("draws", [4, 40])  # more than a conversation remembers branches, too
+def test_where_chats_are_rendered_here_only_the_chosen_draw_is_remembered(draws):
+    texts = iter(["abc", "abcd", *["a"] * (draws - 2), *["x"] * (draws - 1), "xyzw"])
 
     def serve(path, body):
         ids = [*next(texts).encode(), 260]
@@ -149,7 +150,7 @@ def test_where_chats_are_rendered_here_only_the_chosen_draw_is_remembered():
             renderer=FakeRenderer(),
             transport=FakeTransport(serve),
         )
-        runtime = Runtime(endpoint, guidance=Guidance(by_length, beta=50.0, draws=4))
+        runtime = Runtime(endpoint, guidance=Guidance(by_length, beta=50.0, draws=draws))
         async with runtime.session(TASK) as session:
             first = await session.chat(HI)
             said = {"role": "assistant", "content": first.text}
