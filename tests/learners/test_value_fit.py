@@ -18,6 +18,7 @@ from turngate.learners.turns import recorded_rewards
 from turngate.learners.value_fit import ValueFitConfig, fit_critic
 from turngate.runtime.branching import Branches, TurnBranches
 from turngate.runtime.engine.model import PolicyModel
+from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.monte_carlo import estimate
 from turngate.runtime.types import RestartedFrom, Segment, Trajectory, Turn
@@ -187,6 +188,31 @@ def test_a_critic_that_can_learn_does(folder: Path, tmp_path: Path) -> None:
     assert float((values[:, 0] - 0.5).abs().max()) < 0.35  # V before it does not
 
 
+def test_a_layer_more_computes_what_the_model_did_until_it_is_trained(folder: Path) -> None:
+    start = model_source(folder).load(None, value_head=True)
+    assert isinstance(start, PolicyModel)
+    deeper = value_fit._deepened(start, 2, seed=1)
+    assert deeper.config.layers == start.config.layers + 2
+    packed = pack([[1, 5, 2, 9]])
+    torch.testing.assert_close(deeper.score(packed).logprobs_M, start.score(packed).logprobs_M)
+    assert value_fit._deepened(start, 0, seed=1) is start
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_critics_of_any_depth_are_written_as_models_of_that_depth(folder: Path, tmp_path: Path, extra: int) -> None:
+    fit_critic(folder, toy(40), tmp_path / "critic", config=fast(extra_layers=extra, epochs=1))
+    layers = PolicyModel.read_config(folder).layers + extra
+    assert PolicyModel.load(tmp_path / "critic").config.layers == layers
+
+
+def test_places_behind_actions_may_weigh_more() -> None:
+    made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.0, 1.0])
+    row = value_fit._row(made.segments[0], made, recorded_rewards, None, SCALAR, 128)
+    assert row is not None
+    weights = value_fit._weights([row], ValueFitConfig(action_weight=5.0)).tolist()
+    assert weights == [1.0, 1.0, 5.0, 1.0, 1.0, 5.0]
+
+
 def test_a_scalar_critic_learns_returns_beyond_one(folder: Path, tmp_path: Path) -> None:
     episodes = [msgspec.structs.replace(t, turns=(scaled(t.turns[0], 3.0),)) for t in toy(160)]
     with pytest.raises(LearnerError, match=r"returns must lie in \[0, 1\] for kind success: got 3\.0"):
@@ -256,7 +282,16 @@ def test_a_loss_that_explodes_is_told(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kind", "logit"), ("epochs", 0), ("batch_trajectories", 0), ("held_out", 0.0), ("max_grad_norm", 0.0)],
+    [
+        ("kind", "logit"),
+        ("epochs", 0),
+        ("extra_layers", -1),
+        ("action_weight", 0.0),
+        ("action_weight", math.inf),
+        ("batch_trajectories", 0),
+        ("held_out", 0.0),
+        ("max_grad_norm", 0.0),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
