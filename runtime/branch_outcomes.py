@@ -13,7 +13,7 @@ import msgspec
 
 from turngate.envs.base import Action, EnvFactory
 from turngate.runtime.branch_budget import BranchLedger
-from turngate.runtime.branching import BRANCH_PRIORITY, Bootstrap, branch_point, play_on, return_of, spend
+from turngate.runtime.branching import BRANCH_PRIORITY, Bootstrap, branch_point, play_on, spend, worth_of
 from turngate.runtime.closing import close_env
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.monte_carlo import OutcomeSplit, split_by_outcome
@@ -163,9 +163,7 @@ class _OutcomePlayer:
 
     async def _count(self, outcome: _Outcome, played: Trajectory, paid: float, discount: float) -> None:
         """Add the return of the action: what it was `paid`, and `discount` times what came after."""
-        value = return_of(played, gamma=self._gamma)
-        if played.end.is_truncation and self._bootstrap is not None:
-            value += self._gamma ** len(played.turns) * await self._bootstrap(played)
+        value = await worth_of(played, gamma=self._gamma, bootstrap=self._bootstrap)
         outcome.returns.append(paid + discount * value)
 
 

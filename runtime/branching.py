@@ -201,20 +201,15 @@ class _Player:
                     self._runtime, self._env, point, action, seed=derive_seed(root, "continuation", index)
                 )
                 spend(self._ledger, trajectory)
-                done[index] = trajectory, await self._return(trajectory)
+                value = None
+                if not trajectory.end.is_failure:
+                    value = await worth_of(trajectory, gamma=self._gamma, bootstrap=self._bootstrap)
+                done[index] = trajectory, value
 
         async with anyio.create_task_group() as tg:
             for index in indices:
                 tg.start_soon(one, index)
         return [done[index] for index in sorted(done)]
-
-    async def _return(self, trajectory: Trajectory) -> float | None:
-        if trajectory.end.is_failure:
-            return None
-        value = return_of(trajectory, gamma=self._gamma)
-        if trajectory.end.is_truncation and self._bootstrap is not None:
-            value += self._gamma ** len(trajectory.turns) * await self._bootstrap(trajectory)
-        return value
 
 
 async def play_on(
@@ -278,6 +273,14 @@ def return_of(trajectory: Trajectory, *, gamma: float = 1.0) -> float:
     value = 0.0
     for turn in reversed(trajectory.turns):
         value = turn.reward + gamma * value
+    return value
+
+
+async def worth_of(trajectory: Trajectory, *, gamma: float = 1.0, bootstrap: Bootstrap | None = None) -> float:
+    """Return what a continuation was paid; when a limit cut it short, with what `bootstrap` says of the rest."""
+    value = return_of(trajectory, gamma=gamma)
+    if trajectory.end.is_truncation and bootstrap is not None:
+        value += gamma ** len(trajectory.turns) * await bootstrap(trajectory)
     return value
 
 

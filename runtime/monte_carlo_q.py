@@ -1,13 +1,14 @@
 """Values of actions by trying them: for each candidate, act, play on a few times, and take the mean return."""
 
+import math
 from collections.abc import Sequence
 
 import anyio
 
-from turngate.envs.base import Action, EnvFactory
+from turngate.envs.base import Action, EnvFactory, Snapshot
 from turngate.runtime.branch_budget import BranchLedger
-from turngate.runtime.branching import here, play_on, return_of, spend
-from turngate.runtime.errors import GuidanceError
+from turngate.runtime.branching import Bootstrap, here, play_on, spend, worth_of
+from turngate.runtime.errors import ConfigError, GuidanceError
 from turngate.runtime.guidance import DecisionPoint, QValues
 from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.runtime import Runtime
@@ -31,7 +32,7 @@ class MonteCarloQ:
     name = "monte_carlo"
     needs_snapshots = True
 
-    # Changed by calls: the ledger, and the slots.
+    # Changed by calls: the ledger, the slots, and the counts of continuations.
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class MonteCarloQ:
         continuations: int = 4,
         soft_beta: float | None = None,
         ledger: BranchLedger | None = None,
+        bootstrap: Bootstrap | None = None,
         max_concurrent: int = 64,
     ) -> None:
         """Hold the parts.
@@ -48,16 +50,31 @@ class MonteCarloQ:
         Args: soft_beta: take (1 / beta) log mean exp(beta R) in place of the mean, which is the KL-optimal Q where the
             environment has no luck of its own.
             ledger: when it refuses, the decision has no values, and the base acts.
+            bootstrap: values the state in which a continuation was cut short; without it that counts what it was paid,
+            and `truncated_fraction` says how many did.
+        Raises: ConfigError: a setting cannot work.
         """
         if continuations < 1:
-            raise GuidanceError(f"continuations must be 1 or more: got {continuations} (MonteCarloQ)")
+            raise ConfigError(f"continuations must be 1 or more: got {continuations} (MonteCarloQ)")
+        if soft_beta is not None and not 0 < soft_beta < math.inf:
+            raise ConfigError(f"soft_beta must be finite and above 0: got {soft_beta} (MonteCarloQ)")
         self._runtime, self._env, self._continuations = runtime, env, continuations
         self._soft_beta = soft_beta
         self.ledger = ledger if ledger is not None else BranchLedger()
+        self._bootstrap = bootstrap
         self._slots = Slots(max_concurrent)
+        self._counted = self._truncated = 0
 
     def __repr__(self) -> str:
-        return f"<MonteCarloQ {self._continuations} continuations, {self.ledger!r}>"
+        return (
+            f"<MonteCarloQ {self._continuations} continuations, {self.truncated_fraction:.0%} cut short, "
+            f"{self.ledger!r}>"
+        )
+
+    @property
+    def truncated_fraction(self) -> float:
+        """Share of continuations, of all decisions, that a limit cut short; counted as failures they bias values."""
+        return self._truncated / self._counted if self._counted else 0.0
 
     async def __call__(self, point: DecisionPoint, candidates: Sequence[Completion], /) -> QValues:
         """Return the mean return of each candidate. Cancelled: so are all branches.
@@ -68,6 +85,16 @@ class MonteCarloQ:
         if point.snapshot is None or point.task is None:
             raise GuidanceError("Monte Carlo values need an environment with snapshots: there is none at this decision")
         snapshot = await point.snapshot()
+        size = len(snapshot.data)
+        if not self.ledger.hold(size):
+            raise GuidanceError(f"the ledger must have room for a decision's snapshot: {size} bytes are over its cap")
+        try:
+            return await self._value(point, snapshot, candidates)
+        finally:
+            self.ledger.release(size)
+
+    async def _value(self, point: DecisionPoint, snapshot: Snapshot, candidates: Sequence[Completion]) -> QValues:
+        assert point.task is not None
         start = here(
             point.task,
             snapshot,
@@ -101,7 +128,11 @@ class MonteCarloQ:
                 return None
             trajectory = await play_on(self._runtime, self._env, start, action, seed=seed)
             spend(self.ledger, trajectory)
-        return None if trajectory.end.is_failure else return_of(trajectory)
+            if trajectory.end.is_failure:
+                return None
+            self._counted += 1
+            self._truncated += trajectory.end.is_truncation
+            return await worth_of(trajectory, bootstrap=self._bootstrap)
 
     def _mean(self, returns: Sequence[float]) -> float:
         if self._soft_beta is not None:

@@ -316,7 +316,7 @@ def test_surprisal_points_at_the_turns_where_the_policy_hesitated():
 # Values of live decisions.
 
 
-def guided(env, drawn, **settings):
+def guided(env, drawn, *, limits=None, **settings):
     """Play an episode whose first decision is among `drawn`; the policy says heads otherwise."""
 
     async def play():
@@ -326,7 +326,7 @@ def guided(env, drawn, **settings):
             is_first = not any(message.role == "assistant" for message in messages)
             return next(answers, "heads") if is_first else "heads"
 
-        runtime = runtime_of(FakeEndpoint(answer))
+        runtime = runtime_of(FakeEndpoint(answer), **({} if limits is None else {"limits": limits}))
         q = MonteCarloQ(runtime, env, **settings)
         guidance = Guidance(q, beta=50.0, draws=len(drawn))
         trajectory = await runtime.rollout(env, TASK, seed=1, guidance=guidance)
@@ -364,6 +364,36 @@ def test_soft_values_are_the_log_mean_exp():
     for soft, mean in zip(trajectory.turns[0].decision.candidates, plain.turns[0].decision.candidates, strict=True):
         expected = math.log(1 + (mean.q or 0.0) * (math.exp(5) - 1)) / 5
         assert soft.q == pytest.approx(expected)
+
+
+def test_b5_5_live_values_of_truncated_continuations_are_reported_or_bootstrapped():
+    limits = Limits(max_turns=2)
+    plain, q, _ = guided(lambda: WrittenEnv(3), ["tails", "heads"], limits=limits, continuations=2)
+    assert [c.q for c in plain.turns[0].decision.candidates] == [0.0, 0.0]
+    assert q.truncated_fraction == 1.0
+    assert "100% cut short" in repr(q)
+
+    async def worth(trajectory):
+        return float(trajectory.turns[0].text == "heads")
+
+    valued, _, _ = guided(lambda: WrittenEnv(3), ["tails", "heads"], limits=limits, continuations=2, bootstrap=worth)
+    assert [c.q for c in valued.turns[0].decision.candidates] == [0.0, 1.0]
+
+
+def test_a_live_decision_holds_one_snapshot_within_the_cap():
+    ledger = BranchLedger()
+    guided(lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=ledger)
+    assert ledger.snapshot_bytes == 0 < ledger.most_snapshot_bytes
+    capped = BranchLedger(BranchLimits(snapshot_bytes=1))
+    trajectory, _, _ = guided(lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=capped)
+    assert (trajectory.turns[0].text, capped.rollouts) == ("tails", 0)
+    assert "room for a decision's snapshot" in trajectory.turns[0].decision.fallback
+
+
+@pytest.mark.parametrize("bad", [{"continuations": 0}, {"soft_beta": 0.0}, {"soft_beta": math.inf}])
+def test_settings_of_live_values_that_cannot_work_are_refused(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        MonteCarloQ(runtime_of(says("heads")), lambda: CoinFlipEnv(1), **bad)
 
 
 def test_without_an_environment_there_is_nothing_to_branch_from():
