@@ -113,9 +113,11 @@ class GuidedTokens(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     tail: str
     value_version: int
-    """Version of the critic."""
+    """Version of the critic; the oldest, where it was replaced while the turn was sampled."""
     base_logprobs: bytes
     """float32 log-probs under the policy itself, one per token of the turn."""
+    value_versions: bytes = b""
+    """int32 versions of the critic, one per token of the turn; empty when all are `value_version`."""
 
     def base_values(self) -> "memoryview[float]":
         """Log-probs under the policy as a view of floats; no copy."""

@@ -2,7 +2,7 @@
 
 Beyond the OpenAI API, as vLLM and the embedded engine have them: `return_token_ids` and `top_k` in requests,
 `token_ids` and `prompt_token_ids` in replies. Of the embedded engine alone: `policy_versions`, one per token, and with
-`guidance` the `base_logprobs` and the `value_version`.
+`guidance` the `base_logprobs` and `value_versions`, one each per token, and the `value_version` at the end.
 """
 
 import math
@@ -139,6 +139,7 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[TokenId] | None = None
     policy_versions: list[TokenId] | None = None
     base_logprobs: list[Logprob] | None = None
+    value_versions: list[TokenId] | None = None
 
 
 class Usage(msgspec.Struct):
@@ -175,6 +176,7 @@ class TextChoice(msgspec.Struct):
     token_ids: list[TokenId] | None = None
     policy_versions: list[TokenId] | None = None
     base_logprobs: list[Logprob] | None = None
+    value_versions: list[TokenId] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 

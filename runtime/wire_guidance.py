@@ -37,11 +37,18 @@ def with_guided_tokens(completion: Completion, reply: ChatReply | TextReply, sam
             f"guided tokens must come with their log-probs under the policy: expected {len(completion.token_ids)}, got "
             f"{got} (choices[0].base_logprobs)"
         )
+    versions = reply.choices[0].value_versions
+    if versions is not None and len(versions) != len(base):
+        raise MalformedReply(
+            f"value versions must be per token: expected {len(base)}, got {len(versions)} (choices[0].value_versions)"
+        )
+    versions = versions or [reply.value_version]
     guided = GuidedTokens(
         beta=guidance.beta,
         top_k=guidance.top_k,
         tail=guidance.tail,
-        value_version=reply.value_version,
+        value_version=min(versions),
         base_logprobs=array("f", base).tobytes(),
+        value_versions=array("i", versions).tobytes() if len(set(versions)) > 1 else b"",
     )
     return msgspec.structs.replace(completion, guided_tokens=guided)

@@ -310,6 +310,7 @@ class Batcher:
         self._counts.generated_tokens += 1
         if sequence.request.guidance is not None and drawn.base_logprobs_B is not None:
             sequence.base_logprobs.append(float(drawn.base_logprobs_B[line]))
+            sequence.value_versions.append(self.value_version)
             self._counts.guided_tokens += 1
         if sequence.request.top_logprobs:
             sequence.top_logprobs.append(top_logprobs(drawn.distribution_BV[line], sequence.request.top_logprobs))

@@ -262,6 +262,7 @@ class Completions:
             token_ids=one.token_ids if ask.return_token_ids else OMIT,
             policy_versions=one.versions,
             base_logprobs=one.base_logprobs if ask.guidance else OMIT,
+            value_versions=one.value_versions if ask.guidance else OMIT,
         )
 
     def _completion_reply(
@@ -307,6 +308,7 @@ class Completions:
             prompt_token_ids=prompt if ask.return_token_ids else OMIT,
             policy_versions=one.versions,
             base_logprobs=one.base_logprobs if ask.guidance else OMIT,
+            value_versions=one.value_versions if ask.guidance else OMIT,
         )
 
 

@@ -77,6 +77,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Sequence[int] | Omitted = OMIT
     policy_versions: Sequence[int] | Omitted = OMIT
     base_logprobs: Sequence[float] | Omitted = OMIT
+    value_versions: Sequence[int] | Omitted = OMIT
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -99,6 +100,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: Sequence[int] | Omitted = OMIT
     policy_versions: Sequence[int] | Omitted = OMIT
     base_logprobs: Sequence[float] | Omitted = OMIT
+    value_versions: Sequence[int] | Omitted = OMIT
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -76,6 +76,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Text that is now certain: what might become a stop string is held back. May be empty."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     base_logprobs: tuple[float, ...] = ()
+    value_versions: tuple[int, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +105,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """Version that served when the sequence finished."""
     base_logprobs: list[float] = []
     """With guidance: log-prob of each token under the base, aligned with token_ids; `logprobs` are the guided ones."""
+    value_versions: list[int] = []
+    """With guidance: version of the critic whose values each token was drawn by, aligned with token_ids."""
     value: float | None = None
     """Of the prompt, when it was asked for."""
     value_version: int = 0

@@ -35,6 +35,7 @@ class LiveSequence:
         "top_logprobs",
         "value",
         "value_entry",
+        "value_versions",
         "versions",
         "watcher",
     )
@@ -57,6 +58,7 @@ class LiveSequence:
         self.prompt_top_logprobs: list[TopLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.base_logprobs: list[float] = []
+        self.value_versions: list[int] = []
         self.value: float | None = None
         self.value_entry: Entry | None = None
         self.cached_tokens = 0
@@ -97,6 +99,7 @@ class LiveSequence:
             text=self.watcher.take(),
             top_logprobs=tuple(self.top_logprobs[new]),
             base_logprobs=tuple(self.base_logprobs[new]),
+            value_versions=tuple(self.value_versions[new]),
         )
 
     def finished(self, tokenizer: Tokenizer, policy_version: int, value_version: int = 0) -> Finished:
@@ -118,6 +121,7 @@ class LiveSequence:
             prompt_top_logprobs=self.prompt_top_logprobs,
             policy_version=policy_version,
             base_logprobs=self.base_logprobs,
+            value_versions=self.value_versions,
             value=self.value,
             value_version=value_version,
         )

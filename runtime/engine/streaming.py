@@ -127,6 +127,7 @@ class ChatStream:
             token_ids=report.token_ids if self._ask.return_token_ids else OMIT,
             policy_versions=report.versions,
             base_logprobs=report.base_logprobs if self._ask.guidance else OMIT,
+            value_versions=report.value_versions if self._ask.guidance else OMIT,
         )
         return self._chunk([choice])
 
@@ -210,6 +211,7 @@ class CompletionStream:
             prompt_token_ids=prompt_ids,
             policy_versions=report.versions,
             base_logprobs=report.base_logprobs if self._ask.guidance else OMIT,
+            value_versions=report.value_versions if self._ask.guidance else OMIT,
         )
         return self._chunk([choice])
 

@@ -96,6 +96,29 @@ async def test_a_server_that_ignores_guidance_is_noticed():
         await endpoint.complete(ASK, GUIDED)
 
 
+def guided_reply(text, **fields):
+    reply = fake_reply({"messages": [], "model": "m"}, text)
+    reply["choices"][0] |= {"base_logprobs": [-1.0] * len(reply["choices"][0]["token_ids"]), **fields}
+    return Reply(200, {}, msgspec.json.encode(reply | {"value_version": 9}))
+
+
+async def asked(reply):
+    endpoint = Endpoint("http://server/v1", model="m", dialect=Dialect(guidance=True), transport=FakeTransport(reply))
+    return (await endpoint.complete(ASK, GUIDED)).guided_tokens
+
+
+async def test_a_critic_replaced_while_a_turn_is_sampled_is_told_token_by_token():
+    count = len(msgspec.json.decode(guided_reply("abcd").body)["choices"][0]["token_ids"])
+    versions = [3, 3, *[7] * (count - 2)]
+    told = await asked(guided_reply("abcd", value_versions=versions))
+    assert (told.value_version, list(memoryview(told.value_versions).cast("i"))) == (3, versions)
+    for fields in ({"value_versions": [7] * count}, {}):
+        told = await asked(guided_reply("abcd", **fields))
+        assert (told.value_version, told.value_versions) == (7 if fields else 9, b"")
+    with pytest.raises(MalformedReply, match="value versions must be per token"):
+        await asked(guided_reply("abcd", value_versions=versions[:-1]))
+
+
 @pytest.mark.parametrize("fields", [{"beta": -1.0}, {"beta": float("inf")}, {"beta": 1.0, "top_k": 0}])
 def test_guidance_that_cannot_work_is_refused(fields):
     with pytest.raises(ConfigError, match="TokenGuidance"):

@@ -243,6 +243,7 @@ def test_a_new_critic_guides_running_sequences_from_the_next_token_on():
     while batcher.has_work:
         done = next((r for r in batcher.step() if isinstance(r, Finished)), done)
     assert (done.value_version, batcher.value_version) == (7, 7)
+    assert done.value_versions == [0] * 5 + [7] * 5  # a step draws one token, the first one two
     ids, at = [*PROMPT, *done.token_ids[:6]], 6
     base = base_logprobs(policy, ids)
     full = torch.zeros_like(base)
