@@ -50,7 +50,8 @@ def check_guidance(guidance: Guidance | None, tokens: TokenGuidance | None) -> N
 
     Raises: ConfigError: actions are chosen greedily.
     """
-    if guidance is not None and (guidance.is_greedy or (guidance.beta == math.inf and guidance.floor == 0.0)):
+    # A KL budget does not change that: it is larger than what some draws can show, and then the best one is taken.
+    if guidance is not None and guidance.beta == math.inf and guidance.floor == 0.0:
         raise ConfigError(
             "guidance must leave every draw a chance for a policy gradient to correct for it: got beta=inf without a "
             f"floor; {_INSTEAD}"

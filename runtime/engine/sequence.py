@@ -16,7 +16,6 @@ class LiveSequence:
     __slots__ = (
         "base_logprobs",
         "cached_tokens",
-        "cached_values",
         "entry",
         "finish_reason",
         "id",
@@ -62,7 +61,6 @@ class LiveSequence:
         self.value: float | None = None
         self.value_entry: Entry | None = None
         self.cached_tokens = 0
-        self.cached_values = 0
         self.reported = 0
         self.row = -1
         self.entry: Entry | None = None

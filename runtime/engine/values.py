@@ -72,7 +72,6 @@ class Values:
         for sequence in sequences:
             entry, length = self.rows.cache.find(sequence.ids, sequence.keys)
             spans.append(self.rows.place(sequence.row, sequence.ids, entry, length))
-            sequence.cached_values = length
         self.remember([sequence.row for sequence in sequences], self.rows.engine.prefill_hidden(spans))
         for sequence in sequences:
             prompt = sequence.ids[: sequence.prompt_length]

@@ -1,6 +1,8 @@
 """Values in the engine: peeking, guided tokens, values of prompts, a critic beside the policy."""
 
+import copy
 import math
+import random
 
 import pytest
 import torch
@@ -256,6 +258,53 @@ def test_a_new_critic_guides_running_sequences_from_the_next_token_on():
 def test_critic_weights_need_a_critic():
     with pytest.raises(PublishError, match="must have a critic"):
         serve(make_model(1, value_head=True)).swap_critic({}, 1)
+
+
+def mixed_request(rng, seed):
+    prompt = (*range(3, rng.choice([8, 36, 43])), *(rng.randrange(3, 200) for _ in range(rng.choice([0, 1, 20]))))
+    kind, length = rng.choice(["guided", "guided", "value", "echo", "plain"]), rng.randrange(1, 14)
+    if kind == "guided":
+        tail = rng.choice(["base", "zero"])
+        return guided(rng.choice([0.0, 3.0, 30.0]), seed=seed, max_tokens=length, prompt=prompt, top_k=4, tail=tail)
+    if kind == "value":
+        return Request(prompt_ids=prompt, value=True, max_tokens=0)
+    return Request(prompt_ids=prompt, max_tokens=length, seed=seed, stop_ids=(), echo=kind == "echo")
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_whatever_is_cancelled_or_replaced_beside_it_a_sequence_is_what_it_is_alone(on_update):
+    policies, critics = [make_model(1), make_model(5)], [make_model(n, value_head=True) for n in (2, 7)]
+    rng, at, swaps, compared = random.Random(0), [0, 0], 0, 0
+
+    def batcher_of(running, cached):
+        config = BatcherConfig(max_running=running, max_cached_tokens=cached, on_update=on_update)
+        return Batcher(copy.deepcopy(policies[at[0]]), TOKENIZER, config, critic=copy.deepcopy(critics[at[1]]))
+
+    batcher, waiting = batcher_of(4, 400), [mixed_request(rng, seed) for seed in range(80)]
+    live = {}
+    while waiting or batcher.has_work:
+        while waiting and len(live) < 6:
+            request = waiting.pop()
+            live[batcher.submit(request)] = request, swaps
+        for done in (report for report in batcher.step() if isinstance(report, Finished)):
+            request, before = live.pop(done.id)
+            if before == swaps:  # one policy and one critic from its first token to its last
+                (alone,) = run(batcher_of(1, 0), request)
+                assert done.token_ids == alone.token_ids
+                assert done.value == pytest.approx(alone.value, abs=1e-5)
+                assert done.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+                assert done.base_logprobs == pytest.approx(alone.base_logprobs, abs=1e-4)
+                compared += 1
+        if rng.random() < 0.06:
+            which, swaps = rng.randrange(2), swaps + 1
+            at[which] = 1 - at[which]
+            swap = batcher.swap_critic if which else batcher.swap_weights
+            swap((critics if which else policies)[at[which]].state_dict(), swaps)
+        if live and rng.random() < 0.1:
+            batcher.cancel(gone := rng.choice(list(live)))
+            del live[gone]
+    assert compared > 20
+    assert batcher.statistics().running == 0
 
 
 # What is refused.
