@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def test_whatever_is_cancelled_or_replaced_beside_it_a_sequence_is_what_it_is_al
         return Batcher(copy.deepcopy(policies[at[0]]), TOKENIZER, config, critic=copy.deepcopy(critics[at[1]]))
 
     batcher, waiting = batcher_of(4, 400), [mixed_request(rng, seed) for seed in range(80)]
-    live = {}
+    live: dict[Any, Any] = {}
     while waiting or batcher.has_work:
         while waiting and len(live) < 6:
             request = waiting.pop()
