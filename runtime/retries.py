@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import TypeVar
 
+from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointTimeout
 from turngate.runtime.transport import OpenReply, Reply, Transport
-from turngate.runtime.wire import error_message
 
 __all__ = ["RetryingClient", "scrub"]
 

@@ -10,12 +10,13 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from turngate.envs.base import End, Snapshot, Task, ToolCall
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.guided_types import Candidate, Decision, GuidedTokens, TokenGuidance
 
 __all__ = [
     "NO_TURN",
@@ -51,29 +52,6 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
 
 
-class TokenGuidance(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens drawn from pi(w) exp(beta Q(w)), Q(w) being the value of the prefix with w behind it.
-
-    The server does it: the embedded engine, with a critic.
-    """
-
-    beta: float
-    """Weight of the values; 0 is the policy itself."""
-    top_k: int = 8
-    """Candidates whose values are looked up: the likeliest tokens of the policy."""
-    tail: Literal["base", "zero"] = "base"
-    """`base`: other tokens keep the value of the prefix, and so their support. `zero`: they are left out; what was
-    sampled so cannot be corrected for where the policy would have said something else."""
-
-    def __post_init__(self) -> None:
-        if not (self.beta >= 0 and math.isfinite(self.beta)):
-            raise ConfigError(f"beta must be finite and at least 0: got {self.beta} (TokenGuidance)")
-        if not self.top_k >= 1:
-            raise ConfigError(f"top_k must be 1 or more: got {self.top_k} (TokenGuidance)")
-        if self.tail not in ("base", "zero"):
-            raise ConfigError(f"tail must be base or zero: got {self.tail!r} (TokenGuidance)")
-
-
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How completions are drawn. The defaults sample the policy itself.
 
@@ -104,77 +82,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         stop: object = self.stop
         if isinstance(stop, str):  # each of its characters would be one
             raise ConfigError(f"stop must be a tuple of texts: got {self.stop!r:.80} (Sampling)")
-
-
-class GuidedTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What guidance did to a turn's tokens; their log-probs in the record are the guided ones."""
-
-    beta: float
-    top_k: int
-    tail: str
-    value_version: int
-    """Version of the critic; the oldest, where it was replaced while the turn was sampled."""
-    base_logprobs: bytes
-    """float32 log-probs under the policy itself, one per token of the turn."""
-    value_versions: bytes = b""
-    """int32 versions of the critic, one per token of the turn; empty when all are `value_version`."""
-
-    def base_values(self) -> "memoryview[float]":
-        """Log-probs under the policy as a view of floats; no copy."""
-        return memoryview(self.base_logprobs).cast("f")
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One action that a guided policy could have taken."""
-
-    text: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    token_ids: bytes = b""
-    """int32 ids as sampled."""
-    logprobs: bytes = b""
-    """float32 log-probs of the draw, one per token."""
-    q: float | None = None
-    """Its estimated value; None when there is none."""
-    weight: float
-    """Probability with which it was chosen."""
-
-    @property
-    def logprob(self) -> float:
-        """Log-prob of drawing the whole action: the sum over its tokens."""
-        return math.fsum(memoryview(self.logprobs).cast("f"))
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """How a guided policy chose among draws of the base policy."""
-
-    candidates: tuple[Candidate, ...]
-    """All draws in their order, duplicates included; or all actions that were enumerated."""
-    chosen: int
-    beta: float
-    """As used; infinity, which JSON has not, is written as -1."""
-    floor: float = 0.0
-    log_selection: float
-    """log(N w) of the chosen draw: what choosing added to the log-prob of drawing it. 0 when nothing chose. Of an
-    enumerated action: the log of its guided probability, less its log-prob under the base."""
-    source: str
-    """Name of what gave the values."""
-    value_version: int = 0
-    fallback: str = ""
-    """Why the first draw was taken and not the guided one; empty when guidance worked."""
-    seconds: float = 0.0
-    """Spent on values."""
-    is_enumerated: bool = False
-    """Whether the candidates were listed by somebody, and not drawn: weights are softmax(log pi + beta Q) then."""
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the best draw was taken for certain: then no weight leads back to the base policy."""
-        return self.beta < 0 and self.floor == 0.0
-
-    @property
-    def distinct(self) -> int:
-        """Number of different actions among the draws."""
-        return len({(c.text, tuple((call.name, call.arguments) for call in c.tool_calls)) for c in self.candidates})
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -27,7 +27,6 @@ __all__ = [
     "check_logprobs",
     "check_prompt",
     "decode_reply",
-    "error_message",
     "prompt_ids",
     "spelled_ids",
     "text_choice_completion",
@@ -188,14 +187,6 @@ class TextReply(msgspec.Struct):
     """Of the only prompt; of several prompts each choice has its own."""
     usage: Usage | None = None
     value_version: int = 0
-
-
-class _ErrorBody(msgspec.Struct):
-    """The shapes servers give errors: OpenAI nests them, older vLLM is flat, FastAPI says `detail`."""
-
-    error: object = None
-    message: object = None
-    detail: object = None
 
 
 _decode_chat = msgspec.json.Decoder(ChatReply).decode
@@ -391,17 +382,3 @@ def check_logprobs(logprobs: Sequence[float | None], where: str) -> None:
     for at, logprob in enumerate(logprobs):
         if logprob is None or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK:
             raise MalformedReply(f"log-probs must be finite and at most 0: got {logprob} ({where}[{at}])")
-
-
-def error_message(body: bytes) -> str:
-    """Return the message in an error reply of any common shape, or the start of whatever came instead."""
-    try:
-        decoded = msgspec.json.decode(body, type=_ErrorBody)
-        found = decoded.error if decoded.error is not None else decoded.message or decoded.detail
-        if isinstance(found, dict):
-            parts = [str(found[key]) for key in ("message", "code") if found.get(key)]
-            found = " | ".join(parts) or found
-        text = str(found)[:500] if found else ""
-    except DECODE_ERRORS:
-        text = ""
-    return text or body[:200].decode(errors="replace")

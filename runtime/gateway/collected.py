@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import MalformedReply
 from turngate.runtime.json_ids import DECODE_ERRORS, TokenId
 from turngate.runtime.types import Completion
@@ -18,7 +19,6 @@ from turngate.runtime.wire import (
     WireToolCall,
     chat_choice_completion,
     check_finished,
-    error_message,
     prompt_ids,
     spelled_ids,
     text_choice_completion,

@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.json_ids import DECODE_ERRORS
-from turngate.runtime.wire import error_message
 
 __all__ = [
     "MAX_REQUESTS",

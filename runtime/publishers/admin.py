@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.json_ids import DECODE_ERRORS
-from turngate.runtime.wire import error_message
 
 __all__ = ["Admin", "AdminError", "AdminRefused"]
 
