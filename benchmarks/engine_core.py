@@ -2,10 +2,11 @@
 
 Prints one JSON object: `decode_tokens_per_s` (model alone, batch 64 on 300 cached tokens),
 `batcher_tokens_per_s` (whole steps: sampling and bookkeeping included, same load), `batcher_overhead_ratio` (CPU of a
-whole step to that of the model's part), `prefill_tokens_per_s` (40 new tokens on 150 cached, 64 sequences),
-`multi_turn_tokens_per_s` (generated tokens of 8-turn conversations with cached prefixes), `multi_turn_cached_share`,
-`train_tokens_per_s` (forward and backward, all tokens scored), `train_quarter_tokens_per_s` (a quarter scored),
-`swap_ms` (weight swap with 64 running sequences recomputed).
+whole step to that of the model's part), `guided_tokens_per_s` (the same with every token guided: 8 candidates, a critic
+of the policy's size), `guided_step_ratio` (CPU of a guided step to that of a plain one), `prefill_tokens_per_s` (40 new
+tokens on 150 cached, 64 sequences), `multi_turn_tokens_per_s` (generated tokens of 8-turn conversations with cached
+prefixes), `multi_turn_cached_share`, `train_tokens_per_s` (forward and backward, all tokens scored),
+`train_quarter_tokens_per_s` (a quarter scored), `swap_ms` (weight swap with 64 running sequences recomputed).
 """
 
 import argparse
@@ -23,6 +24,7 @@ from turngate.runtime.engine.model import ModelConfig, PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.engine.request import BatcherConfig, Finished, Rejection, Request
 from turngate.runtime.engine.tokenizer import Tokenizer
+from turngate.runtime.types import TokenGuidance
 
 ROWS, CONTEXT, TURNS, TURN_TOKENS, OBSERVATION_TOKENS = 64, 300, 8, 12, 30
 
@@ -53,12 +55,27 @@ def measure_model(model: PolicyModel) -> dict[str, float]:
     }
 
 
-def measure_steps(model: PolicyModel, tokenizer: Tokenizer) -> dict[str, float]:
-    batcher = Batcher(model, tokenizer, BatcherConfig(max_running=ROWS))
+def start_rows(
+    model: PolicyModel, tokenizer: Tokenizer, critic: PolicyModel | None = None, guidance: TokenGuidance | None = None
+) -> Batcher:
+    """Return a batcher whose rows all have a long reply to give."""
+    batcher = Batcher(model, tokenizer, BatcherConfig(max_running=ROWS), critic=critic)
     rng = random.Random(0)
     for seed in range(ROWS):
         prompt = [rng.randrange(len(tokenizer)) for _ in range(CONTEXT - 60)]
-        batcher.submit(Request(prompt_ids=prompt, max_tokens=600, seed=seed, stop_ids=()))
+        asked = Request(prompt_ids=prompt, max_tokens=600, seed=seed, stop_ids=(), guidance=guidance)
+        assert not isinstance(batcher.submit(asked), Rejection)
+    return batcher
+
+
+def measure_guided(model: PolicyModel, tokenizer: Tokenizer) -> dict[str, float]:
+    critic = PolicyModel(msgspec.structs.replace(model.config, value_head=True))
+    step_s = cpu_s(start_rows(model, tokenizer, critic, TokenGuidance(beta=5.0, top_k=8)).step, 30)
+    return {"guided_tokens_per_s": ROWS / step_s, "guided_step_ms": step_s * 1e3}
+
+
+def measure_steps(model: PolicyModel, tokenizer: Tokenizer) -> dict[str, float]:
+    batcher = start_rows(model, tokenizer)
     step_s = cpu_s(batcher.step, 30)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     swap_s = cpu_s(lambda: batcher.swap_weights(state, 1), 1)
@@ -120,8 +137,9 @@ def main() -> None:
     tokenizer = Tokenizer([f"word_{index}" for index in range(arguments.vocabulary - bare)])
     model = PolicyModel(ModelConfig(vocab_size=len(tokenizer)))
     figures = measure_model(model) | measure_steps(model, tokenizer) | measure_conversations(model, tokenizer)
-    figures |= measure_training(model.config)
+    figures |= measure_guided(model, tokenizer) | measure_training(model.config)
     figures["batcher_overhead_ratio"] = figures["batcher_step_ms"] / figures["decode_step_ms"]
+    figures["guided_step_ratio"] = figures["guided_step_ms"] / figures["batcher_step_ms"]
     text = msgspec.json.encode({name: round(value, 3) for name, value in figures.items()}).decode()
     if arguments.json:
         arguments.json.write_text(text + "\n")
