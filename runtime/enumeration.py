@@ -50,7 +50,9 @@ async def choose_enumerated(
     Raises: ConfigError: this endpoint or sampling has no log-probs of whole actions. EndpointError: scoring failed.
     """
     base = _scoring_draw(draw)
-    actions = _distinct(await _listed(listing, point))
+    actions, why = await guidance.outcome_of("list of candidates", point, lambda: _listed(listing, point))
+    if actions is None:
+        return await guidance.fall_back(draw, point, beta, why)
     if not actions:
         return await guidance.fall_back(draw, point, beta, "no candidates: nothing was listed")
     endpoint = cast("Endpoint", base.endpoint)
@@ -95,13 +97,10 @@ def _scoring_draw(draw: Draw) -> BaseDraw:
     return draw
 
 
-async def _listed(listing: Candidates, point: DecisionPoint) -> Sequence[Action]:
-    found = listing(point)
-    return await found if inspect.isawaitable(found) else found
-
-
-def _distinct(actions: Sequence[Action]) -> list[Action]:
+async def _listed(listing: Candidates, point: DecisionPoint) -> list[Action]:
     """Return the actions once each: their probabilities are known, so a second mention adds nothing."""
+    found = listing(point)
+    actions = await found if inspect.isawaitable(found) else found
     known = {(one.text, tuple((call.name, call.arguments) for call in one.tool_calls)): one for one in actions}
     return list(known.values())
 

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
-from typing import Any, Protocol, Self, TypeAlias, cast
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -34,6 +34,7 @@ _NO_SNAPSHOTS = "no snapshots: the values need an environment with snapshots to 
 _BUDGET_BETA = 1e12
 """Where every beta is within the KL budget: as good as infinite, without the choice counting as greedy by intent."""
 
+T = TypeVar("T")
 Beta: TypeAlias = float | Callable[[int], float]
 """Weight of the values, or a schedule of it by policy version."""
 Draw: TypeAlias = Callable[[int], Awaitable[Completion]]
@@ -80,7 +81,7 @@ class QFunction(Protocol):
 
 
 Candidates: TypeAlias = Callable[[DecisionPoint], Sequence[Action] | Awaitable[Sequence[Action]]]
-"""Lists the actions of a situation."""
+"""Lists the actions of a situation. What it raises costs this decision its guidance."""
 
 
 class Guidance:
@@ -255,21 +256,35 @@ class Guidance:
 
     async def values(self, point: DecisionPoint, completions: Sequence[Completion]) -> tuple[Sequence[float], int, str]:
         """Return (values, their version, why there are none)."""
+
+        async def ask() -> QValues:
+            found = await self.q(point, completions)
+            values = found if isinstance(found, QValues) else QValues(found)
+            if len(values.values) != len(completions):  # before converting: it could be endless
+                return values
+            return QValues([float(value) for value in values.values], values.version)
+
+        found, why = await self.outcome_of(f"value function {self.name}", point, ask)
+        if found is None:
+            return (), 0, why
+        if (count := len(found.values)) != len(completions):
+            return (), found.version, f"malformed: {count} values for {len(completions)} candidates"
+        return found.values, found.version, ""
+
+    async def outcome_of(
+        self, what: str, point: DecisionPoint, ask: Callable[[], Awaitable[T]]
+    ) -> tuple[T | None, str]:
+        """Return (what code that is not ours gives within the decision's deadline, why it gave nothing)."""
         deadline = Deadline()
         calls = ForeignCalls(f"decision of turn {point.turn}", deadline, grace_s=self.grace_s)
         try:
             with deadline:
                 deadline.set(asyncio.get_running_loop().time() + self.timeout_s, "values")
-                found = await calls.run(f"value function {self.name}", ToolError, self.q, point, completions)
-            values = found if isinstance(found, QValues) else QValues(found)
-            if len(values.values) != len(completions):  # before converting: it could be endless
-                count = len(values.values)
-                return (), values.version, f"malformed: {count} values for {len(completions)} candidates"
-            return [float(value) for value in values.values], values.version, ""
-        except Exception as error:  # the boundary: a value function of the user's costs a decision, not the episode
+                return await calls.run(what, ToolError, ask), ""
+        except Exception as error:  # the boundary: code of the user's costs a decision, not the episode
             if isinstance(error, DeadlineExceeded) and deadline.expired:
-                return (), 0, "timeout"
-            return (), 0, f"error: {describe_error(error)}"
+                return None, "timeout"
+            return None, f"error: {describe_error(error)}"
 
     def _decide(
         self, completions: Sequence[Completion], q: Sequence[float], beta: float, fallback: str, seed: int

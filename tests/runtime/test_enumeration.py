@@ -1,5 +1,6 @@
 """Actions that somebody lists, weighted by softmax(log pi + beta Q)."""
 
+import asyncio
 import math
 from collections import Counter
 
@@ -144,6 +145,22 @@ def test_without_values_the_base_draws_an_action_of_its_own(q):
 def test_an_empty_list_leaves_the_base():
     trajectory, _ = play(Guidance(q_of, beta=1.0, candidates=lambda point: []))
     assert trajectory.turns[0].decision.fallback == "no candidates: nothing was listed"
+
+
+async def never(point):
+    await asyncio.Event().wait()
+
+
+def broken(point):
+    raise LookupError("no such room")
+
+
+@pytest.mark.parametrize(("listing", "why"), [(never, "timeout"), (broken, "error"), (lambda point: ["ab"], "error")])
+def test_a_list_that_fails_or_never_comes_leaves_the_base(listing, why):
+    trajectory, _ = play(Guidance(q_of, beta=1.0, candidates=listing, timeout_s=3.0))
+    (turn,) = trajectory.turns
+    assert (turn.text, turn.decision.fallback.partition(":")[0]) == ("base", why)
+    assert trajectory.ended_s - trajectory.started_s == (3.0 if listing is never else 0.0)
 
 
 def test_where_actions_cannot_be_scored_it_is_refused_with_the_reason():
