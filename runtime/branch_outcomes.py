@@ -163,7 +163,8 @@ class _OutcomePlayer:
 
     async def _count(self, outcome: _Outcome, played: Trajectory, paid: float, discount: float) -> None:
         """Add the return of the action: what it was `paid`, and `discount` times what came after."""
-        value = await worth_of(played, gamma=self._gamma, bootstrap=self._bootstrap)
+        timeout_s = self._runtime.limits.turn_timeout_s
+        value = await worth_of(played, timeout_s=timeout_s, gamma=self._gamma, bootstrap=self._bootstrap)
         outcome.returns.append(paid + discount * value)
 
 

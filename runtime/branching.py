@@ -111,10 +111,10 @@ async def branch(
         estimands: Q of the recorded action, V of the state before it.
         gamma: discount per turn. stop: ends the sampling of a turn early, after `stop.at_least`.
         bootstrap: values the state in which a continuation was cut short; without it that counts what it was paid, and
-            `Estimate.truncated` says how many did.
+            `Estimate.truncated` says how many did. What it raises ends all branches.
         ledger: counts, and caps, what branches spend. slots: in which they run, by default the runtime's.
         seed: root of all luck in the branches.
-    Raises: ConfigError: a turn does not exist, or has no snapshot.
+    Raises: ConfigError: a turn does not exist, or has no snapshot. TimeoutError: the bootstrap is too late.
     """
     ledger = ledger if ledger is not None else BranchLedger()
     wanted = [turn.index for turn in trajectory.turns] if turns is None else list(turns)
@@ -203,7 +203,10 @@ class _Player:
                 spend(self._ledger, trajectory)
                 value = None
                 if not trajectory.end.is_failure:
-                    value = await worth_of(trajectory, gamma=self._gamma, bootstrap=self._bootstrap)
+                    timeout_s = self._runtime.limits.turn_timeout_s
+                    value = await worth_of(
+                        trajectory, timeout_s=timeout_s, gamma=self._gamma, bootstrap=self._bootstrap
+                    )
                 done[index] = trajectory, value
 
         async with anyio.create_task_group() as tg:
@@ -276,11 +279,17 @@ def return_of(trajectory: Trajectory, *, gamma: float = 1.0) -> float:
     return value
 
 
-async def worth_of(trajectory: Trajectory, *, gamma: float = 1.0, bootstrap: Bootstrap | None = None) -> float:
-    """Return what a continuation was paid; when a limit cut it short, with what `bootstrap` says of the rest."""
+async def worth_of(
+    trajectory: Trajectory, *, timeout_s: float, gamma: float = 1.0, bootstrap: Bootstrap | None = None
+) -> float:
+    """Return what a continuation was paid; when a limit cut it short, with what `bootstrap` says of the rest.
+
+    Raises: TimeoutError: that takes longer than `timeout_s`. What it raises itself goes on.
+    """
     value = return_of(trajectory, gamma=gamma)
     if trajectory.end.is_truncation and bootstrap is not None:
-        value += gamma ** len(trajectory.turns) * await bootstrap(trajectory)
+        with anyio.fail_after(timeout_s):
+            value += gamma ** len(trajectory.turns) * await bootstrap(trajectory)
     return value
 
 

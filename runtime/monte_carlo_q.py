@@ -132,7 +132,8 @@ class MonteCarloQ:
                 return None
             self._counted += 1
             self._truncated += trajectory.end.is_truncation
-            return await worth_of(trajectory, bootstrap=self._bootstrap)
+            timeout_s = self._runtime.limits.turn_timeout_s
+            return await worth_of(trajectory, timeout_s=timeout_s, bootstrap=self._bootstrap)
 
     def _mean(self, returns: Sequence[float]) -> float:
         if self._soft_beta is not None:

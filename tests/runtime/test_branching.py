@@ -191,6 +191,21 @@ def test_b5_5_truncated_continuations_are_reported_or_bootstrapped_never_failure
     assert bootstrapped.q[0].estimate.mean == pytest.approx(sum(paid) / 4 + 0.5)
 
 
+def test_a_bootstrap_that_never_answers_ends_the_branches_and_leaves_nothing():
+    async def never(trajectory):
+        await asyncio.Event().wait()
+
+    async def play():
+        runtime = runtime_of(says("heads"), limits=Limits(max_turns=2, turn_timeout_s=7.0))
+        trajectory = await record(runtime, lambda: CoinFlipEnv(9))
+        with pytest.raises(TimeoutError):
+            await branch(runtime, lambda: CoinFlipEnv(9), trajectory, continuations=4, bootstrap=never)
+        return runtime.slots.held, asyncio.get_running_loop().time()
+
+    held, now = run_virtual(play())
+    assert (held, now) == (0, 7.0)
+
+
 def test_a_hard_cap_stops_new_branches_and_says_how_many():
     ledger = BranchLedger(BranchLimits(rollouts=10))
     found = explore(lambda: CoinFlipEnv(3), says("heads"), continuations=8, ledger=ledger)
