@@ -104,8 +104,13 @@ class Values:
 def _checked(critic: PolicyModel, policy: CachedRows) -> PolicyModel:
     if critic.value_head is None:
         raise ConfigError("a critic must have a value head: this one has none; save it with one")
-    for name in ("vocab_size", "max_context"):
-        wanted, got = getattr(policy.engine.model.config, name), getattr(critic.config, name)
-        if got < wanted if name == "max_context" else got != wanted:
-            raise ConfigError(f"critic and policy must share {name}: expected {wanted}, got {got}")
+    own, wanted = critic.config, policy.engine.model.config
+    if own.vocab_size != wanted.vocab_size:
+        raise ConfigError(
+            f"critic and policy must share vocab_size: expected {wanted.vocab_size}, got {own.vocab_size}"
+        )
+    if own.max_context < wanted.max_context:
+        raise ConfigError(
+            f"critic's max_context must be at least the policy's: expected {wanted.max_context}, got {own.max_context}"
+        )
     return critic.eval().requires_grad_(False)

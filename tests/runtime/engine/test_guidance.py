@@ -5,6 +5,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -332,3 +333,16 @@ def test_a_critic_that_does_not_fit_is_refused():
     other = PolicyModel(ModelConfig(vocab_size=7, width=32, layers=1, heads=2, head_dim=16, value_head=True))
     with pytest.raises(ConfigError, match="must share vocab_size"):
         serve(make_model(1), other)
+    shorter = PolicyModel(msgspec.structs.replace(make_model(1, value_head=True).config, max_context=32))
+    with pytest.raises(ConfigError, match="max_context must be at least the policy's: expected 1024, got 32"):
+        serve(make_model(1), shorter)
+
+
+def test_guided_sequences_end_with_the_context():
+    config = ModelConfig(vocab_size=len(TOKENIZER), width=32, layers=1, heads=2, head_dim=16, max_context=48)
+    batcher = serve(PolicyModel(config), PolicyModel(msgspec.structs.replace(config, value_head=True)))
+    for length in (44, 47):
+        (done,) = run(batcher, guided(3.0, prompt=tuple(range(3, 3 + length)), max_tokens=99))
+        assert (len(done.token_ids), done.finish_reason) == (48 - length, "length")
+    (done,) = run(batcher, Request(prompt_ids=tuple(range(48)), value=True, max_tokens=0))
+    assert done.value == pytest.approx(0.5)  # a new head is silent
