@@ -50,7 +50,7 @@ def check_guidance(guidance: Guidance | None, tokens: TokenGuidance | None) -> N
 
     Raises: ConfigError: actions are chosen greedily.
     """
-    # A KL budget does not change that: it is larger than what some draws can show, and then the best one is taken.
+    # Whatever the KL budget: one that no draws can use up leaves the best of them for certain.
     if guidance is not None and guidance.beta == math.inf and guidance.floor == 0.0:
         raise ConfigError(
             "guidance must leave every draw a chance for a policy gradient to correct for it: got beta=inf without a "
