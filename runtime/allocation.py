@@ -1,6 +1,8 @@
 """Where to spend continuations: which actions, how many each, and when to stop. Pure decisions, no I/O."""
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -10,10 +12,12 @@ from turngate.runtime.monte_carlo import Estimate
 __all__ = [
     "HalvingRound",
     "SequentialStop",
+    "disagreement",
     "expected_best_of_noisy_means",
     "highest",
     "neyman_allocation",
     "successive_halving",
+    "value_changes",
 ]
 
 
@@ -111,7 +115,7 @@ class SequentialStop(msgspec.Struct, frozen=True, kw_only=True):
 def highest(scores: Sequence[float], *, share: float | None = None, threshold: float | None = None) -> list[int]:
     """Return the indices worth branching at, in order: the top `share` of them, or all above `threshold`.
 
-    Scores are entropies, value drops, disagreements of critics; NaN scores nothing. At least one index has the top.
+    Scores are entropies (`turn_surprisal`), `value_changes`, `disagreement` of critics; NaN scores nothing. At least one index has the top.
     """
     if (share is None) == (threshold is None):
         raise ValueError(f"say either share or threshold: got {share} and {threshold}")
@@ -123,6 +127,27 @@ def highest(scores: Sequence[float], *, share: float | None = None, threshold: f
         raise ValueError(f"share must be in (0, 1]: got {share}")
     count = math.ceil(share * len(known))
     return sorted(sorted(known, key=lambda index: (-scores[index], index))[:count])
+
+
+def value_changes(values_T: Sequence[float]) -> list[float]:
+    """Return |V(h_t+1) - V(h_t)| of each turn, shape (T,), from a critic's value before each: where something happened.
+
+    NaN for the last turn, after which no value is known.
+    """
+    changes = [abs(after - before) for before, after in itertools.pairwise(values_T)]
+    return [*changes, math.nan] if values_T else []
+
+
+def disagreement(values_C_T: Sequence[Sequence[float]]) -> list[float]:
+    """Return the standard deviation over critics of their values of each turn, shape (T,): where they do not know.
+
+    Raises: ValueError: fewer than two critics, or they valued different turns.
+    """
+    if len(values_C_T) < 2 or len({len(values_T) for values_T in values_C_T}) > 1:
+        raise ValueError(
+            f"two critics or more must value the same turns: got values of {[len(one) for one in values_C_T]} turns"
+        )
+    return [statistics.stdev(values_C) for values_C in zip(*values_C_T, strict=True)]
 
 
 def expected_best_of_noisy_means(arms: int, pulls: int, success: float) -> float:

@@ -7,10 +7,12 @@ import pytest
 
 from turngate.runtime.allocation import (
     SequentialStop,
+    disagreement,
     expected_best_of_noisy_means,
     highest,
     neyman_allocation,
     successive_halving,
+    value_changes,
 )
 from turngate.runtime.monte_carlo import estimate
 
@@ -78,6 +80,18 @@ def test_gates_pick_the_highest_scores_in_order():
     assert highest(scores, threshold=0.45) == [1, 3, 4]
     with pytest.raises(ValueError, match="either share or threshold"):
         highest(scores)
+
+
+def test_gates_by_values_look_where_they_jump_and_where_critics_differ():
+    changes = value_changes([0.5, 0.6, 0.1, 0.2])
+    assert changes[:3] == pytest.approx([0.1, 0.5, 0.1])
+    assert math.isnan(changes[3])
+    assert highest(changes, share=0.3) == [1]
+    assert value_changes([]) == []
+    assert disagreement([[0.1, 0.5], [0.1, 0.9], [0.1, 0.7]]) == pytest.approx([0.0, 0.2])
+    for bad in ([[0.1]], [[0.1], [0.1, 0.2]]):
+        with pytest.raises(ValueError, match="must value the same turns"):
+            disagreement(bad)
 
 
 def test_the_best_of_noisy_means_flatters():
