@@ -115,7 +115,8 @@ class SequentialStop(msgspec.Struct, frozen=True, kw_only=True):
 def highest(scores: Sequence[float], *, share: float | None = None, threshold: float | None = None) -> list[int]:
     """Return the indices worth branching at, in order: the top `share` of them, or all above `threshold`.
 
-    Scores are entropies (`turn_surprisal`), `value_changes`, `disagreement` of critics; NaN scores nothing. At least one index has the top.
+    Scores are entropies (`turn_surprisal`), `value_changes`, `disagreement` of critics; NaN scores nothing. A share of
+    anything is at least one index.
     """
     if (share is None) == (threshold is None):
         raise ValueError(f"say either share or threshold: got {share} and {threshold}")
