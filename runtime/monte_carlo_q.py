@@ -23,7 +23,7 @@ __all__ = ["MonteCarloQ"]
 class MonteCarloQ:
     """Estimates Q by branching from the live environment's snapshot. The dearest value function, and the reference.
 
-        Guidance(MonteCarloQ(runtime, ShoppingEnv, continuations=4), beta=20.0, draws=4)
+        Guidance(MonteCarloQ(runtime, ShoppingEnv, continuations=4), beta=20.0, draws=4, timeout_s=300)
 
     Equal candidates share their continuations. Branches have slots of their own: the decision that waits for them holds
     one of the runtime's.
