@@ -75,10 +75,19 @@ class Acting:
         self._injected = 0
         self.tools: tuple[ToolSpec, ...] = ()
 
-    async def act(self, shown: Sequence[Message], sampling: Sampling, turn: int, history: Sequence[Message]) -> Sampled:
+    async def act(
+        self,
+        shown: Sequence[Message],
+        sampling: Sampling,
+        turn: int,
+        history: Sequence[Message],
+        *,
+        policy_tokens: int = 0,
+    ) -> Sampled:
         """Return the action of a turn, whoever chooses it.
 
-        Args: shown: what the model sees. history: all messages of the episode, for value functions.
+        Args: shown: what the model sees. history: all messages of the episode, for value functions. policy_tokens:
+            generated so far, likewise.
         Raises: EndpointError, as of `Endpoint.complete`. ToolError: the injection failed.
         """
         injection, guidance = self._injection, self._guidance
@@ -97,6 +106,7 @@ class Acting:
             turn=turn,
             seed=derive_seed(self._seed, "sampler", turn),
             policy_version=self._endpoint.policy_version,
+            policy_tokens=policy_tokens,
             snapshot=self._snapshot if self._env.has_snapshots else None,
         )
         chosen = await guidance.choose(draw, point)

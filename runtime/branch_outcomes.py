@@ -130,6 +130,7 @@ class _OutcomePlayer:
             outcome.is_final = first.end.is_terminal
             return
         after = branch_point(first, first.turns[1].index)
+        after = msgspec.structs.replace(after, policy_tokens=point.policy_tokens + after.policy_tokens)
         size = len(after.snapshot.data)
         if not self._ledger.hold(size):
             outcome.refused += count - 1

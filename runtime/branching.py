@@ -224,7 +224,10 @@ async def play_on(
     seed: int,
     keep_snapshots: bool = False,
 ) -> Trajectory:
-    """Play one continuation from a point: `action` first when there is one, then the base policy. Takes no slot."""
+    """Play one continuation from a point: `action` first when there is one, then the base policy. Takes no slot.
+
+    What came before counts towards `max_turns` and `max_policy_tokens`; `action` is a turn, and no tokens.
+    """
     injection = None
     if action is not None:
         taken = action
@@ -261,14 +264,23 @@ def branch_point(trajectory: Trajectory, turn: int) -> RestartPoint:
     before = starts[len(starts) - len(trajectory.turns) + position]
     versions = [t.version_sent for t in trajectory.turns[: position + 1]]
     origin = RestartedFrom(trajectory.id, turn, min(versions), "branch")
-    return RestartPoint(trajectory.task, taken.snapshot, trajectory.messages[:before], origin)
+    spent = sum(t.length for t in trajectory.turns[:position])
+    return RestartPoint(trajectory.task, taken.snapshot, trajectory.messages[:before], origin, spent)
 
 
 def here(
-    task: Task, snapshot: Snapshot, history: Sequence[Message], *, origin: str, turn: int, policy_version: int
+    task: Task,
+    snapshot: Snapshot,
+    history: Sequence[Message],
+    *,
+    origin: str,
+    turn: int,
+    policy_version: int,
+    policy_tokens: int = 0,
 ) -> RestartPoint:
     """Return the state that a live episode is in, to play on from."""
-    return RestartPoint(task, snapshot, tuple(history), RestartedFrom(origin, turn, policy_version, "branch"))
+    reached = RestartedFrom(origin, turn, policy_version, "branch")
+    return RestartPoint(task, snapshot, tuple(history), reached, policy_tokens)
 
 
 def return_of(trajectory: Trajectory, *, gamma: float = 1.0) -> float:

@@ -55,6 +55,8 @@ class DecisionPoint(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """Root of the decision's streams; whatever a value function samples derives from it."""
     policy_version: int = 0
+    policy_tokens: int = 0
+    """Generated in the episode so far."""
     snapshot: Callable[[], Awaitable[Snapshot]] | None = None
     """Takes the environment's state before the action; None where there is no environment, or it has no snapshots."""
 

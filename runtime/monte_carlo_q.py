@@ -102,6 +102,7 @@ class MonteCarloQ:
             origin=f"{point.task.id}.{point.seed:x}",
             turn=point.turn,
             policy_version=point.policy_version,
+            policy_tokens=point.policy_tokens,
         )
         nodes = {_key(candidate): Action(candidate.text, candidate.tool_calls) for candidate in candidates}
         returns: dict[object, list[float]] = {key: [] for key in nodes}

@@ -100,6 +100,9 @@ class RestartPoint(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
     """The history until then; what the environment answered last is part of it."""
     restarted_from: RestartedFrom
+    policy_tokens: int = 0
+    """Generated tokens that lead there and count towards `Limits.max_policy_tokens`: branches may not say more than the
+    episode that they value."""
 
 
 class RestartStatistics(msgspec.Struct, frozen=True):

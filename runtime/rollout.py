@@ -238,10 +238,16 @@ class _Episode:
         limit = self._limits.max_policy_tokens
         if limit is None:
             return self._sampling
-        left = limit - self._recorder.policy_tokens
+        left = limit - self._policy_tokens
         if left >= self._sampling.max_tokens:
             return self._sampling
         return msgspec.structs.replace(self._sampling, max_tokens=left) if left > 0 else None
+
+    @property
+    def _policy_tokens(self) -> int:
+        """Generated tokens so far, those before a restart included where it counts them."""
+        before = self._start.policy_tokens if self._start is not None else 0
+        return before + self._recorder.policy_tokens
 
     async def _shown(self, history: History) -> Sequence[Message]:
         """Return what the context function shows of the history; nonsense and whatever it raises is a ToolError."""
@@ -284,7 +290,8 @@ class _Episode:
     async def _sample(self, history: History, sampling: Sampling, turn: int) -> tuple[Sequence[Message], Sampled]:
         """Return what the model is shown, and what was done then, whoever chose it."""
         shown = await self._shown(history)
-        return shown, await self._acting.act(shown, sampling, turn, history.messages)
+        spent = self._policy_tokens
+        return shown, await self._acting.act(shown, sampling, turn, history.messages, policy_tokens=spent)
 
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self._limits.max_context_tokens

@@ -191,6 +191,15 @@ def test_b5_5_truncated_continuations_are_reported_or_bootstrapped_never_failure
     assert bootstrapped.q[0].estimate.mean == pytest.approx(sum(paid) / 4 + 0.5)
 
 
+def test_tokens_before_a_branch_count_towards_the_episodes_limit():
+    settings = {"limits": Limits(max_turns=20, max_policy_tokens=24)}  # four times "heads" and its end
+    found = explore(lambda: CoinFlipEnv(9), says("heads"), settings=settings, estimands=["V"], continuations=2)
+    assert [len(b.trajectories[0].turns) for b in found.v.values()] == [4, 3, 2, 1]
+    _, q, _ = guided(lambda: CoinFlipEnv(9), ["tails"], limits=settings["limits"], continuations=1)
+    # The candidate is played without a token of ours, then what is left of 24 tokens: 4, 3, 2 and 1 turns.
+    assert (q.ledger.rollouts, q.ledger.model_turns) == (4, 10)
+
+
 def test_a_bootstrap_that_never_answers_ends_the_branches_and_leaves_nothing():
     async def never(trajectory):
         await asyncio.Event().wait()
