@@ -72,6 +72,7 @@ async def test_requests_under_way_meet_an_update_as_promised(
 ) -> None:
     publisher, policy = publisher_of(server, tmp_path, in_flight), Policy(server, tmp_path)
     await publisher.publish(policy.file(), 1)
+    met = 0
     # On busy cores the server may have answered all before it hears of the update: then there are more of them.
     for attempt in range(1 if in_flight == "pauses" else 6):
         old, path = policy.frozen(), policy.step()
