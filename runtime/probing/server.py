@@ -25,21 +25,9 @@ _ENGINE_ROUTE = "/admin/weights"
 
 
 async def probe_server(
-    server: str | Endpoint,
-    model: str | None = None,
-    *,
-    api_key: str | None = None,
-    renderer: Renderer | None = None,
-    timeout_s: float = 60.0,
+    server: str | Endpoint, model: str | None, *, api_key: str | None, renderer: Renderer | None, timeout_s: float
 ) -> Capabilities:
-    """Ask a server what it can do with a model, in at most 25 small requests that change nothing.
-
-    Args: server: its URL, the part before /chat/completions, or an endpoint, whose model and key are then used.
-        model: None takes the first one that the server lists. renderer: renders the prompt of ids that is asked with
-        where the server does not say how it renders. timeout_s: deadline of each request.
-    Raises: ConfigError: the URL cannot work, or no model is known. EndpointRefused: the key is not accepted.
-        EndpointError: nothing answers there. Whatever else the server does is in the capabilities.
-    """
+    """Do what `probe` says, which is its only caller."""
     if isinstance(server, Endpoint):
         url, key = server.credentials
         model, api_key, renderer = model or server.model, api_key or key, renderer or server.renderer
