@@ -14,11 +14,11 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
-from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from turngate.envs.base import Action, Snapshot, Task, ToolSpec
+from turngate.envs.base import Action
 from turngate.runtime.answers import describe_error
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, ToolError
@@ -26,11 +26,23 @@ from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.guidance_tally import GuidanceStatistics, GuidanceTally
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.selection import beta_for_kl, log_selection_weight, selection_probs
-from turngate.runtime.types import Candidate, Completion, Decision, Message
+from turngate.runtime.types import Candidate, Completion, Decision
+from turngate.runtime.value_functions import (
+    DecisionPoint,
+    QFunction,
+    QValues,
+    checked_beta,
+    checked_values,
+    copied,
+    number,
+    whole,
+)
 
 __all__ = ["Beta", "Candidates", "DecisionPoint", "Draw", "Guidance", "GuidanceStatistics", "QFunction", "QValues"]
 
 _NO_SNAPSHOTS = "no snapshots: the values need an environment with snapshots to branch from"
+_WHY_CHARS = 1000
+"""Of a failure's text in a record: what others raise may hold whole replies."""
 _BUDGET_BETA = 1e12
 """Where every beta is within the KL budget: as good as infinite, without the choice counting as greedy by intent."""
 
@@ -39,47 +51,6 @@ Beta: TypeAlias = float | Callable[[int], float]
 """Weight of the values, or a schedule of it by policy version."""
 Draw: TypeAlias = Callable[[int], Awaitable[Completion]]
 """Samples one action of the base policy with a seed."""
-
-
-class DecisionPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a value function may look at besides the candidates."""
-
-    messages: Sequence[Message]
-    """What the model was shown."""
-    history: Sequence[Message] = ()
-    """All messages of the episode so far; a live view, do not keep it."""
-    tools: Sequence[ToolSpec] = ()
-    task: Task | None = None
-    """None where nobody knows it, as in a gateway."""
-    turn: int = 0
-    seed: int = 0
-    """Root of the decision's streams; whatever a value function samples derives from it."""
-    policy_version: int = 0
-    policy_tokens: int = 0
-    """Generated in the episode so far."""
-    snapshot: Callable[[], Awaitable[Snapshot]] | None = None
-    """Takes the environment's state before the action; None where there is no environment, or it has no snapshots."""
-
-
-class QValues(msgspec.Struct, frozen=True):
-    """What each candidate is worth."""
-
-    values: Sequence[float]
-    """One per candidate, on one scale; minus infinity forbids one."""
-    version: int = 0
-    """Of whatever gave them."""
-
-
-class QFunction(Protocol):
-    """Estimates what each of several actions is worth in one situation. A coroutine function will do.
-
-    `needs_snapshots = True` on one says that it cannot do without an environment to branch from, `needs_token_ids =
-    True` that it reads ids and no text: then nobody asks it where there are none.
-    """
-
-    async def __call__(self, point: DecisionPoint, candidates: Sequence[Completion], /) -> QValues | Sequence[float]:
-        """Return one value per candidate, in their order. What it raises costs this decision its guidance."""
-        ...
 
 
 Candidates: TypeAlias = Callable[[DecisionPoint], Sequence[Action] | Awaitable[Sequence[Action]]]
@@ -126,12 +97,11 @@ class Guidance:
             name: what records call the source; by default the value function's own.
         Raises: ConfigError: a setting cannot work.
         """
-        self.q, self.beta, self.draws, self.floor, self.max_kl = q, beta, draws, floor, max_kl
-        self.timeout_s, self.grace_s = timeout_s, grace_s
+        self.q, self.timeout_s, self.grace_s = q, timeout_s, grace_s
         self.candidates, self.length_normalised = candidates, length_normalised
         self.name = name or str(getattr(q, "name", "") or getattr(q, "__name__", type(q).__name__))
         self.tally = GuidanceTally()
-        self._check()
+        self._settle(beta, draws, floor, max_kl)
 
     def __repr__(self) -> str:
         how = "enumerated" if self.candidates is not None else f"{self.draws} draws"
@@ -156,16 +126,19 @@ class Guidance:
     ) -> Self:
         """Return the same guidance with other settings; tallies are shared. Raises: ConfigError: one cannot work."""
         found = copy.copy(self)
-        found.beta = self.beta if beta is None else beta
-        found.draws = self.draws if draws is None else draws
-        found.floor = self.floor if floor is None else floor
-        found.max_kl = self.max_kl if max_kl is None else max_kl
-        found._check()
+        found._settle(
+            self.beta if beta is None else beta,
+            self.draws if draws is None else draws,
+            self.floor if floor is None else floor,
+            self.max_kl if max_kl is None else max_kl,
+        )
         return found
 
-    def _check(self) -> None:
-        if not callable(self.beta) and not self.beta >= 0:
-            raise ConfigError(f"beta must be at least 0: got {self.beta} (Guidance)")
+    def _settle(self, beta: Beta, draws: int, floor: float, max_kl: float | None) -> None:
+        """Hold the settings that vary, as plain numbers: they go into records, which know no NumPy."""
+        self.beta = beta if callable(beta) else checked_beta(beta, "Guidance")
+        self.draws, self.floor = whole(draws), number("floor", floor, "Guidance")
+        self.max_kl = None if max_kl is None else number("max_kl", max_kl, "Guidance")
         if self.draws < 1:
             raise ConfigError(f"draws must be 1 or more: got {self.draws} (Guidance)")
         if not 0 <= self.floor <= 1:
@@ -189,7 +162,8 @@ class Guidance:
         beta, or actions cannot be enumerated here.
         """
         beta = self.beta_at(point.policy_version)
-        self.tally.began()
+        # Others are shown lists of their own: what they do to them changes neither the draws nor the episode.
+        point = msgspec.structs.replace(point, messages=tuple(point.messages), history=tuple(point.history))
         if self.candidates is not None:
             from turngate.runtime.enumeration import choose_enumerated  # late: it imports this module
 
@@ -218,12 +192,12 @@ class Guidance:
         """Return the beta of one version. Raises: ConfigError: the schedule gives none."""
         if not callable(self.beta):
             return self.beta
-        beta = self.beta(policy_version)
-        if not beta >= 0:
-            raise ConfigError(
-                f"beta must be at least 0: got {beta} (Guidance, from its schedule at policy version {policy_version})"
-            )
-        return beta
+        where = f"Guidance, from its schedule at policy version {policy_version}"
+        try:
+            beta: object = self.beta(policy_version)
+        except Exception as error:  # the boundary: the schedule is the user's, and so is what it raises
+            raise ConfigError(f"beta must be at least 0: got {describe_error(error)} ({where})") from error
+        return checked_beta(beta, where)
 
     async def fall_back(self, draw: Draw, point: DecisionPoint, beta: float, why: str) -> Completion:
         """Return what the base does where nothing can guide it; one draw, flagged."""
@@ -259,12 +233,11 @@ class Guidance:
     async def values(self, point: DecisionPoint, completions: Sequence[Completion]) -> tuple[Sequence[float], int, str]:
         """Return (values, their version, why there are none)."""
 
+        shown = tuple(copied(completion) for completion in completions)
+
         async def ask() -> QValues:
-            found = await self.q(point, completions)
-            values = found if isinstance(found, QValues) else QValues(found)
-            if len(values.values) != len(completions):  # before converting: it could be endless
-                return values
-            return QValues([float(value) for value in values.values], values.version)
+            found = await self.q(point, shown)
+            return checked_values(found if isinstance(found, QValues) else QValues(found), len(shown))
 
         found, why = await self.outcome_of(f"value function {self.name}", point, ask)
         if found is None:
@@ -286,7 +259,7 @@ class Guidance:
         except Exception as error:  # the boundary: code of the user's costs a decision, not the episode
             if isinstance(error, DeadlineExceeded) and deadline.expired:
                 return None, "timeout"
-            return None, f"error: {describe_error(error)}"
+            return None, f"error: {describe_error(error)}"[:_WHY_CHARS]
 
     def _decide(
         self, completions: Sequence[Completion], q: Sequence[float], beta: float, fallback: str, seed: int
@@ -301,7 +274,7 @@ class Guidance:
                 fallback = f"values: {error}"
             else:
                 chosen = pick(weights, seed)
-                log_selection = log_selection_weight(weights, chosen)
+                log_selection = log_selection_weight(weights, chosen)  # cannot raise: never one of weight 0
         known = q if len(q) == len(completions) else [None] * len(completions)
         candidates = tuple(candidate_of(c, v, w) for c, v, w in zip(completions, known, weights, strict=True))
         return chosen, Decision(

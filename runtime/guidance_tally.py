@@ -19,6 +19,7 @@ class GuidanceStatistics(msgspec.Struct, frozen=True):
     """What guidance has done so far; means are over decisions that values chose, NaN before the first."""
 
     decisions: int
+    """Made by values or, where these failed, by the base; what beta 0 leaves to the base is none."""
     guided: int
     fallbacks: dict[str, int]
     """Decisions that the base made, by reason."""
@@ -36,18 +37,19 @@ class GuidanceTally:
     """The mutable counts; variants of one guidance share them."""
 
     # Changed by its methods: all of it.
-    __slots__ = ("_distinct", "_drawn", "_fallbacks", "_kl", "_told", "_value_s", "decisions", "guided")
+    __slots__ = ("_distinct", "_drawn", "_fallbacks", "_kl", "_told", "_value_s", "guided")
 
     def __init__(self) -> None:
-        self.decisions = self.guided = 0
+        self.guided = 0
         self._drawn = self._distinct = 0
         self._kl = self._value_s = 0.0
         self._fallbacks: Counter[str] = Counter()
         self._told: set[str] = set()
 
-    def began(self) -> None:
-        """Count a decision that is being made."""
-        self.decisions += 1
+    @property
+    def decisions(self) -> int:
+        """Decisions made."""
+        return self.guided + self._fallbacks.total()
 
     def drawn(self, draws: int) -> None:
         """Count draws of the base."""

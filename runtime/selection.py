@@ -23,7 +23,7 @@ __all__ = [
 
 _BISECTIONS = 200
 _MAX_BETA = 1e12
-"""Beyond it the softmax of any two different floats of ordinary size is 0 and 1."""
+"""In units of the values' range: beyond it the softmax of two floats that are worth telling apart is 0 and 1."""
 
 
 def enumerated_probs(base_logprobs_A: Sequence[float], q_A: Sequence[float], beta: float) -> list[float]:
@@ -34,10 +34,7 @@ def enumerated_probs(base_logprobs_A: Sequence[float], q_A: Sequence[float], bet
     Raises: GuidanceError: a value is NaN or plus infinity, or every action is forbidden.
     """
     _check(q_A, beta, base_logprobs_A)
-    if beta == math.inf:
-        best = max(q_A)
-        return _softmax([lp if q == best else -math.inf for lp, q in zip(base_logprobs_A, q_A, strict=True)])
-    return _softmax([lp + _tilt(beta, q) for lp, q in zip(base_logprobs_A, q_A, strict=True)])
+    return _softmax(_tilted(base_logprobs_A, q_A, beta))
 
 
 def selection_probs(
@@ -51,15 +48,11 @@ def selection_probs(
         proposal_N: log pi - log proposal of each draw, when the draws came from something other than pi.
     Raises: GuidanceError: a value is NaN or plus infinity, or every draw is forbidden.
     """
-    _check(q_N, beta, proposal_N or [0.0] * len(q_N))
+    shift_N = proposal_N or [0.0] * len(q_N)
+    _check(q_N, beta, shift_N)
     if not 0 <= floor <= 1:
         raise GuidanceError(f"floor must be between 0 and 1: got {floor}")
-    shift_N = proposal_N or [0.0] * len(q_N)
-    if beta == math.inf:
-        best = max(q_N)
-        probs = _softmax([s if q == best else -math.inf for s, q in zip(shift_N, q_N, strict=True)])
-    else:
-        probs = _softmax([s + _tilt(beta, q) for s, q in zip(shift_N, q_N, strict=True)])
+    probs = _softmax(_tilted(shift_N, q_N, beta))
     allowed = sum(q > -math.inf for q in q_N)
     return [(1 - floor) * p + (floor / allowed if q > -math.inf else 0.0) for p, q in zip(probs, q_N, strict=True)]
 
@@ -92,8 +85,14 @@ def beta_for_kl(base_logprobs_A: Sequence[float], q_A: Sequence[float], target_k
         raise GuidanceError(f"target_kl must be at least 0: got {target_kl}")
     _check(q_A, 0.0, base_logprobs_A)
 
+    # In units of their range, halved so that no difference overflows: values may be of any size.
+    finite = [q for q in q_A if q > -math.inf]
+    best = max(finite)
+    unit = best / 2 - min(finite) / 2 or 1.0
+    scaled_A = [(q / 2 - best / 2) / unit for q in q_A]
+
     def kl(beta: float) -> float:
-        return kl_to_base(enumerated_probs(base_logprobs_A, q_A, beta), base_logprobs_A)
+        return kl_to_base(enumerated_probs(base_logprobs_A, scaled_A, beta), base_logprobs_A)
 
     if target_kl <= kl(0.0):
         return 0.0
@@ -109,7 +108,7 @@ def beta_for_kl(base_logprobs_A: Sequence[float], q_A: Sequence[float], target_k
         if middle in (low, high):
             break
         low, high = (middle, high) if kl(middle) < target_kl else (low, middle)
-    return (low + high) / 2
+    return (low + high) / 4 / unit
 
 
 def soft_q(returns_K: Sequence[float], beta: float) -> float:
@@ -122,7 +121,8 @@ def soft_q(returns_K: Sequence[float], beta: float) -> float:
         raise GuidanceError(
             f"soft Q needs returns and a finite beta above 0: got {len(returns_K)} returns, beta {beta}"
         )
-    return (_log_sum_exp([beta * value for value in returns_K]) - math.log(len(returns_K))) / beta
+    best = max(returns_K)
+    return best + (_log_sum_exp([beta * (value - best) for value in returns_K]) - math.log(len(returns_K))) / beta
 
 
 def soft_success(success: float, beta: float) -> float:
@@ -144,9 +144,19 @@ def best_of_n_kl_bound(draws: int) -> float:
     return math.log(draws) - (draws - 1) / draws
 
 
-def _tilt(beta: float, q: float) -> float:
-    # 0 times infinity is NaN: a forbidden action stays forbidden at beta 0.
-    return -math.inf if q == -math.inf else beta * q
+def _tilted(logprobs_A: Sequence[float], q_A: Sequence[float], beta: float) -> list[float]:
+    """Return log-prob + beta (Q - the best Q): below infinity, however large beta and Q are."""
+    best = max(q for lp, q in zip(logprobs_A, q_A, strict=True) if lp > -math.inf)
+    return [lp + _tilt(beta, q, best) for lp, q in zip(logprobs_A, q_A, strict=True)]
+
+
+def _tilt(beta: float, q: float, best: float) -> float:
+    # 0 times infinity is NaN: equals stay equal at beta infinity, and a forbidden action stays forbidden at beta 0.
+    if q >= best:  # better ones than the best are impossible by their log-prob
+        return 0.0
+    if q == -math.inf or beta == math.inf:
+        return -math.inf
+    return 2 * (beta * (q / 2 - best / 2))  # halved: the difference of two large ones is infinite
 
 
 def _check(q_N: Sequence[float], beta: float, logprobs_N: Sequence[float]) -> None:

@@ -7,6 +7,7 @@ import random
 from collections import Counter, defaultdict
 
 import msgspec
+import numpy
 import pytest
 
 from turngate.runtime.errors import ConfigError, EndpointError
@@ -327,3 +328,123 @@ def test_what_values_must_not_raise_costs_a_decision_and_not_the_loop(kind):
 
     chosen, _ = choose("ab", q=q)
     assert chosen.decision.fallback.startswith("error")
+
+
+def written(decision):
+    return msgspec.json.decode(msgspec.json.encode(decision), type=type(decision))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [numpy.array([0.1, 0.2]), numpy.array([0.1, 0.2], dtype="float32"), [numpy.int64(0), True], (0.1, 0.2)],
+)
+def test_numbers_of_any_kind_are_values_and_the_record_has_plain_ones(values):
+    async def q(point, candidates):
+        return QValues(values, numpy.int64(3))
+
+    settings = {"beta": numpy.float32(2.0), "floor": numpy.float32(0.25), "max_kl": numpy.float64(9)}
+    decision = choose("ab", q=q, **settings)[0].decision
+    assert decision.fallback == ""
+    assert (decision.beta, decision.floor, decision.value_version) == (2.0, 0.25, 3)
+    assert written(decision) == decision
+
+
+@pytest.mark.parametrize("values", ["12", b"12", ["1", "2"], {0.1: 0, 0.2: 1}, {0.1, 0.2}, [1j, 0], [None, 1]])
+def test_what_only_looks_like_one_number_per_candidate_is_no_value(values):
+    async def q(point, candidates):
+        return values
+
+    decision = choose("ab", q=q)[0].decision
+    assert decision.fallback.startswith("error")
+    assert (decision.chosen, decision.log_selection) == (0, 0.0)
+
+
+@pytest.mark.parametrize("version", ["v1", None, 2.5])
+def test_a_version_that_is_no_number_costs_the_guidance_and_not_the_record(version):
+    async def q(point, candidates):
+        return QValues([0.0, 1.0], version)
+
+    decision = choose("ab", q=q)[0].decision
+    assert decision.fallback.startswith("error")
+    assert written(decision) == decision
+
+
+def test_a_value_function_cannot_change_the_draws_or_the_chat():
+    def shuffles(point, candidates):
+        candidates[0].token_ids.append(99)
+        candidates.reverse()
+
+    def forgets(point, candidates):
+        point.history.clear()
+
+    for spoil in (shuffles, forgets):
+        history = [Message("user", "go")]
+
+        async def q(point, candidates, spoil=spoil):
+            spoil(point, candidates)
+            return [0.0] * len(candidates)
+
+        guidance = Guidance(q, beta=1.0, draws=2)
+        here = DecisionPoint(messages=history, history=history)
+        decision = asyncio.run(guidance.choose(draws("ab"), here)).decision
+        assert [c.text for c in decision.candidates] == ["a", "b"]
+        assert decision.fallback.startswith("error")
+        assert memoryview(decision.candidates[0].token_ids).cast("i").tolist() == [ord("a")]
+        assert len(history) == 1
+
+
+def test_a_failure_of_any_length_is_told_in_short():
+    async def q(point, candidates):
+        raise ValueError("x" * 10_000_000)
+
+    assert len(choose("ab", q=q)[0].decision.fallback) == 1000
+
+
+@pytest.mark.parametrize("values", [[1e308, -1e308, 0.0, 0.0], [1e308, 1e308, 1e308, 1e307]])
+@pytest.mark.parametrize("settings", [{"beta": 50.0}, {"beta": 1e308}, {"beta": 1e308, "max_kl": 0.1}])
+def test_values_beyond_all_bounds_choose_as_any_others_do(values, settings):
+    async def q(point, candidates):
+        return values
+
+    decision = choose("abca", q=q, **settings)[0].decision
+    weights = [c.weight for c in decision.candidates]
+    assert decision.fallback == ""
+    assert math.fsum(weights) == pytest.approx(1)
+    assert weights[0] == max(weights)
+    if "max_kl" in settings:
+        assert sum(w * math.log(4 * w) for w in weights if w > 0) <= 0.1 + 1e-9
+
+
+@pytest.mark.parametrize("wrong", [None, "2", 1j, KeyError("no")])
+def test_a_schedule_that_raises_or_gives_no_number_is_refused_by_name(wrong):
+    def schedule(version):
+        if isinstance(wrong, Exception):
+            raise wrong
+        return wrong
+
+    with pytest.raises(ConfigError, match="from its schedule at policy version 3"):
+        asyncio.run(Guidance(q_of, beta=schedule).choose(draws("a"), point(policy_version=3)))
+
+
+@pytest.mark.parametrize("settings", [{"beta": None}, {"beta": "2"}, {"draws": 2.0}, {"floor": "0"}, {"max_kl": "1"}])
+def test_settings_that_are_no_numbers_are_refused_when_they_are_given(settings):
+    with pytest.raises(ConfigError, match="Guidance"):
+        Guidance(q_of, **{"beta": 1.0, **settings})
+
+
+def test_the_tally_counts_the_decisions_that_are_on_the_record():
+    async def failing(seed):
+        raise EndpointError("down")
+
+    async def fails(point, candidates):
+        raise ValueError
+
+    guidance = Guidance(q_of, beta=1.0, draws=2)
+    asyncio.run(guidance.choose(draws("ab"), point()))
+    asyncio.run(guidance.variant(beta=0.0).choose(draws("a"), point()))
+    with pytest.raises(EndpointError):
+        asyncio.run(guidance.choose(failing, point()))
+    guidance.q = fails
+    asyncio.run(guidance.choose(draws("ab"), point()))
+    found = guidance.statistics()
+    assert (found.decisions, found.guided, found.fallbacks) == (2, 1, {"error": 1})

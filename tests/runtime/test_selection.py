@@ -140,3 +140,24 @@ def test_best_of_n_stays_within_its_bound():
     for n in (1, 2, 4):
         plain, _ = marginal(n, lambda q: selection_probs(q, math.inf))
         assert kl_to_base(plain, LOGS) <= best_of_n_kl_bound(n) + 1e-12
+
+
+def test_no_size_of_values_or_of_beta_makes_anything_but_probabilities():
+    for beta in (0.0, 1e-300, 1.0, 50.0, 1e308, math.inf):
+        for q in ([1e308, -1e308, 0.0], [1e308] * 3, [-1e308, -math.inf, -1e308], [5e-324, 0.0, -5e-324]):
+            for probs in (selection_probs(q, beta), enumerated_probs([-1.0, -2.0, -800.0], q, beta)):
+                assert math.fsum(probs) == pytest.approx(1)
+                assert all(p >= 0 for p in probs)
+    assert selection_probs([1e308, 0.0], 50.0) == [1.0, 0.0]
+    assert enumerated_probs([-math.inf, -1.0, -2.0], [9.0, 1.0, 1.0], math.inf)[0] == 0.0
+
+
+def test_a_kl_budget_is_met_whatever_the_scale_of_the_values():
+    for scale in (1e-300, 1e-6, 1.0, 1e6, 1e300, 8e307):
+        q = [1.0 * scale, 0.3 * scale, -2.0 * scale]
+        beta = beta_for_kl([0.0] * 3, q, 0.2)
+        assert kl_to_base(selection_probs(q, beta), [0.0] * 3) == pytest.approx(0.2, abs=1e-9)
+
+
+def test_soft_q_of_large_returns_is_a_number():
+    assert soft_q([1e307, 1e307], 1e6) == pytest.approx(1e307)
