@@ -16,12 +16,12 @@ import torch
 
 from turngate.runtime.engine.cache import BLOCK
 from turngate.runtime.engine.counters import Counters
-from turngate.runtime.engine.guidance import tilt_rows
+from turngate.runtime.engine.guidance import tilt_of
 from turngate.runtime.engine.incremental import Span
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.request import BatcherConfig, BatcherStatistics, Finished, Progress, Rejection, Request
 from turngate.runtime.engine.rows import CachedRows
-from turngate.runtime.engine.sampler import Drawn, SamplingRows, Tilt, draw, raw_logprobs, top_logprobs
+from turngate.runtime.engine.sampler import Drawn, SamplingRows, draw, raw_logprobs, top_logprobs
 from turngate.runtime.engine.sequence import LiveSequence, check_request
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.engine.values import ValueKind, Values
@@ -280,7 +280,7 @@ class Batcher:
 
     def _advance(self, first: int, last: int, logits: torch.Tensor, out: list[Progress | Finished]) -> None:
         """Draw a token for rows first..last-1, append it, and report and release what finished."""
-        drawn = draw(logits, self._sampling, first, last, self._tilt(self._running[first:last]))
+        drawn = draw(logits, self._sampling, first, last, tilt_of(self._running[first:last], self._values))
         self._tokens[first:last] = drawn.tokens_B
         self._positions[first:last] += 1
         self._sampling.index[first:last] += 1
@@ -297,18 +297,13 @@ class Batcher:
             del self._live[sequence.id]
         self._counts.finished += len(done)
 
-    def _tilt(self, sequences: list[LiveSequence]) -> Tilt | None:
-        if all(sequence.request.guidance is None for sequence in sequences):
-            return None
-        return lambda base_BV: tilt_rows(base_BV, sequences, self._values)
-
     def _push(self, sequence: LiveSequence, token: int, logprob: float, version: int, drawn: Drawn, line: int) -> bool:
         """Append one drawn token; True when the sequence is done. A request for no tokens is done before the first."""
         if sequence.room == 0:
             sequence.finish_reason = "length"
             return True
         self._counts.generated_tokens += 1
-        if sequence.request.guidance is not None and drawn.base_logprobs_B is not None:
+        if sequence.request.guidance is not None:
             sequence.base_logprobs.append(float(drawn.base_logprobs_B[line]))
             sequence.value_versions.append(self.value_version)
             self._counts.guided_tokens += 1

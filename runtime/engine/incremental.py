@@ -26,7 +26,7 @@ _LANES = 16
 _CHUNK = 192
 """Positions summed in one product. BLAS cuts longer sums into equal parts, at places that depend on the longest row."""
 _MAX_SCORES = 4_000_000
-"""Attention scores held at once during prefill: 16 MB."""
+"""Attention scores held at once, of new tokens or of ways to go on: 16 MB."""
 
 
 class Span(NamedTuple):
@@ -133,6 +133,16 @@ class Incremental:
         Writes nothing: K ways to go on from B rows for one pass over what the rows hold. `positions_B` is where the
         token would stand, the number of tokens already in its row.
         """
+        ways = max(1, _MAX_SCORES // (self._heads * _reach(positions_B)))
+        return torch.cat([self._peek_ways(rows_B, part, positions_B) for part in tokens_BK.split(ways, dim=1)], dim=1)
+
+    def _peek_ways(self, rows_B: Tensor, tokens_BK: Tensor, positions_B: Tensor) -> Tensor:
+        """Peek at no more ways than one row can take at once, for as many rows as can."""
+        rows = max(1, _MAX_SCORES // (self._heads * _reach(positions_B) * tokens_BK.shape[1]))
+        parts = zip(rows_B.split(rows), tokens_BK.split(rows), positions_B.split(rows), strict=True)
+        return torch.cat([self._peek(*part) for part in parts])
+
+    def _peek(self, rows_B: Tensor, tokens_BK: Tensor, positions_B: Tensor) -> Tensor:
         rows, ways = tokens_BK.shape
         dim, length = self._head_dim, _reach(positions_B)
         rope_N = self._rope[positions_B].repeat_interleave(ways, dim=0)

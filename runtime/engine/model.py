@@ -286,8 +286,13 @@ class PolicyModel(nn.Module):
         """
         step = math.ceil(self.config.vocab_size / min(self.config.max_context, _TRIAL_TOKENS))
         packed = pack([range(0, self.config.vocab_size, step)])
-        if not self.logits(packed.to(self.embed.weight.device)).isfinite().all():
-            raise PublishError(f"logits must be finite: the weights overflow ({where}); look at the learner")
+        hidden_M = self.hidden(packed.to(self.embed.weight.device))
+        read = {"logits": self.unembed(hidden_M)}
+        if self.value_head is not None:
+            read["values"] = self.value_head(hidden_M)
+        for what, outputs in read.items():
+            if not outputs.isfinite().all():
+                raise PublishError(f"{what} must be finite: the weights overflow ({where}); look at the learner")
 
 
 class _SquaredReLU(torch.autograd.Function):

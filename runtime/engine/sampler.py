@@ -25,7 +25,12 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SEED_SALT = np.uint64(0xD1B54A32D192ED03)
 
 
-Tilt: TypeAlias = Callable[[Tensor], Tensor]
+class Tilt(NamedTuple):
+    """Lines of a batch whose tokens are drawn from another distribution than the base's; the others are not touched."""
+
+    lines: list[int]
+    of: Callable[[Tensor], Tensor]
+    """Given these lines' log-probs after temperature and truncation, float64 (G, V), returns those to draw from."""
 
 
 class SamplingRows:
@@ -55,8 +60,8 @@ class Drawn(NamedTuple):
     """Log-prob of the token under that distribution; of the untempered model for greedy rows."""
     distribution_BV: Tensor
     """Log-probs of the whole vocabulary, float64; -inf where nothing could be drawn."""
-    base_logprobs_B: "Float64s | None" = None
-    """With tilts: log-prob of the token before it was tilted."""
+    base_logprobs_B: Float64s
+    """Log-prob of the token before anything was tilted."""
 
 
 def uniforms(seed_B: UInt64s, index_B: Int64s) -> Float64s:
@@ -71,7 +76,6 @@ def uniforms(seed_B: UInt64s, index_B: Int64s) -> Float64s:
 def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int, tilt: Tilt | None = None) -> Drawn:
     """Draw one token for each of the rows first..last-1 from their logits, shape (last - first, V).
 
-    Args: tilt: given the log-probs after temperature and truncation, float64 (B, V), returns those to draw from.
     Raises: FloatingPointError: some logits are not finite.
     """
     temperature_B = rows.temperature[first:last]
@@ -86,11 +90,11 @@ def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int, tilt: Til
     if cut_B.any():
         lines = np.flatnonzero(cut_B)
         scores_BV[lines] = _truncate(scores_BV[lines], top_k_B[lines], top_p_B[lines])
-    base_BV: Tensor | None = None
+    base_GV: Tensor | None = None
     if tilt is not None:
-        base_BV = scores_BV.log_softmax(dim=1)
-        scores_BV = tilt(base_BV)
-        scores_BV = scores_BV - scores_BV.amax(dim=1, keepdim=True)
+        base_GV = scores_BV[tilt.lines].log_softmax(dim=1)
+        tilted_GV = tilt.of(base_GV)
+        scores_BV[tilt.lines] = tilted_GV - tilted_GV.amax(dim=1, keepdim=True)
     mass_BV = scores_BV.exp().cumsum_(dim=1)
     total_B1 = mass_BV[:, -1:].clone()
     if not total_B1.isfinite().all():
@@ -105,9 +109,12 @@ def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int, tilt: Til
         lines = np.flatnonzero(greedy_B)
         tokens_B1[lines] = (scores_BV[lines] == 0).double().argmax(dim=1, keepdim=True)
     distribution_BV = scores_BV.sub_(total_B1.log_())
-    logprobs_B1 = distribution_BV.gather(1, tokens_B1)
-    base_B = base_BV.gather(1, tokens_B1)[:, 0].numpy() if base_BV is not None else None
-    return Drawn(tokens_B1[:, 0].numpy(), logprobs_B1[:, 0].numpy(), distribution_BV, base_B)
+    logprobs_B = distribution_BV.gather(1, tokens_B1)[:, 0]
+    base_B = logprobs_B
+    if tilt is not None and base_GV is not None:
+        base_B = logprobs_B.clone()
+        base_B[tilt.lines] = base_GV.gather(1, tokens_B1[tilt.lines])[:, 0]
+    return Drawn(tokens_B1[:, 0].numpy(), logprobs_B.numpy(), distribution_BV, base_B.numpy())
 
 
 def top_logprobs(distribution_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.rows import CachedRows
 from turngate.runtime.engine.sequence import LiveSequence
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, PublishError
 
 __all__ = ["ValueKind", "Values"]
 
@@ -37,24 +37,31 @@ class Values:
     ) -> None:
         """Read values off `critic`, or off the policy's own head when None.
 
-        Raises: ConfigError: the critic has no value head, or does not fit the policy.
+        Raises: ConfigError: the critic has no value head, overflows, or does not fit the policy.
         """
         self.rows = policy if critic is None else CachedRows(_checked(critic, policy), rows, max_cached_tokens)
         self.has_own_rows = critic is not None
         self.is_available = self.rows.engine.model.value_head is not None
+        if self.is_available:
+            _check_overflow(self.rows.engine.model)
         self.version = version
         """Of the critic; a head on the policy's trunk has the policy's."""
         self._kind = kind
         self._prefix = np.zeros(rows, dtype=np.float64)
 
     def read(self, hidden_M: Tensor) -> Tensor:
-        """Return values of prefixes from their final states, float64, shape (M,)."""
-        outputs_M = self.rows.engine.value_outputs(hidden_M).double()
+        """Return values of prefixes from their final states, float64 on the CPU, shape (M,).
+
+        Raises: FloatingPointError: some are not finite.
+        """
+        outputs_M = self.rows.engine.value_outputs(hidden_M).double().cpu()
+        if not outputs_M.isfinite().all():
+            raise FloatingPointError("values must be finite: got NaN or infinity; the critic's weights overflow")
         return outputs_M.sigmoid() if self._kind == "success" else outputs_M
 
     def remember(self, rows: Sequence[int], hidden_M: Tensor) -> None:
         """Note the values of the prefixes in `rows`, whose last tokens gave these final states."""
-        self._prefix[list(rows)] = self.read(hidden_M).cpu().numpy()
+        self._prefix[list(rows)] = self.read(hidden_M).numpy()
 
     def of_prefixes(self, rows: Sequence[int]) -> Tensor:
         """Return the values of the prefixes in `rows`, as they were noted last."""
@@ -62,8 +69,10 @@ class Values:
 
     def of_continuations(self, rows: Sequence[int], tokens_BK: Tensor, positions_B: Tensor) -> Tensor:
         """Return the value of each row's prefix with each of K tokens behind it, float64, shape (B, K): one pass."""
-        at_B = torch.tensor(rows, device=tokens_BK.device)
-        hidden_BKD = self.rows.engine.peek_hidden(at_B, tokens_BK, positions_B)
+        engine = self.rows.engine
+        device = engine.model.embed.weight.device
+        at_B = torch.tensor(rows, device=device)
+        hidden_BKD = engine.peek_hidden(at_B, tokens_BK.to(device), positions_B.to(device))
         return self.read(hidden_BKD.flatten(0, 1)).view(tokens_BK.shape)
 
     def prefill(self, sequences: Sequence[LiveSequence]) -> None:
@@ -74,8 +83,7 @@ class Values:
             spans.append(self.rows.place(sequence.row, sequence.ids, entry, length))
         self.remember([sequence.row for sequence in sequences], self.rows.engine.prefill_hidden(spans))
         for sequence in sequences:
-            prompt = sequence.ids[: sequence.prompt_length]
-            sequence.value_entry = self.rows.make_findable(sequence.row, prompt, sequence.keys)
+            self._make_findable(sequence)
 
     def decode(self, rows: Sequence[int], tokens_B: Tensor, positions_B: Tensor) -> None:
         """Feed the critic the tokens that the policy is fed, for the rows that want values."""
@@ -93,12 +101,16 @@ class Values:
         self.rows.renew()
         self.version = version
         again = [sequence for sequence in running if sequence.wants_values]
-        for sequence in again:
-            sequence.value_entry = None
         spans = [self.rows.place(s.row, s.ids[:-1], None, 0) for s in again]
         if spans:
-            self.remember([s.row for s in again], self.rows.engine.prefill_hidden(spans))
+            self.rows.engine.prefill_hidden(spans, needs="none")  # the next step feeds the last tokens, and reads
+        for sequence in again:
+            self._make_findable(sequence)
         return sum(len(span.ids) for span in spans)
+
+    def _make_findable(self, sequence: LiveSequence) -> None:
+        prompt = sequence.ids[: sequence.prompt_length]
+        sequence.value_entry = self.rows.make_findable(sequence.row, prompt, sequence.keys)
 
 
 def _checked(critic: PolicyModel, policy: CachedRows) -> PolicyModel:
@@ -114,3 +126,10 @@ def _checked(critic: PolicyModel, policy: CachedRows) -> PolicyModel:
             f"critic's max_context must be at least the policy's: expected {wanted.max_context}, got {own.max_context}"
         )
     return critic.eval().requires_grad_(False)
+
+
+def _check_overflow(model: PolicyModel) -> None:
+    try:
+        model.check_overflow(where="at the start")
+    except PublishError as error:
+        raise ConfigError(str(error)) from error

@@ -10,7 +10,7 @@ import torch
 from tests.learners.vector_adapters.case import Adapter, Case, Values, numbers
 from turngate.runtime.allocation import expected_best_of_noisy_means, neyman_allocation, successive_halving
 from turngate.runtime.branch_budget import branching_cost
-from turngate.runtime.engine.guidance import guided_logprobs, likeliest
+from turngate.runtime.engine.guidance import guided_logprobs
 from turngate.runtime.metrics import wilson_interval
 from turngate.runtime.monte_carlo import (
     Z_95,
@@ -216,11 +216,10 @@ def token_guided(case: Case) -> Values:
     logits, q = case.real("base_logits").double(), case.real("q").double()
     temperature = p.get("temperature", 1.0)
     base = torch.log_softmax(logits / temperature, -1)
-    tokens, wanted = likeliest(base.unsqueeze(0), torch.tensor([p["top_k"]]))
+    tokens = base.unsqueeze(0).topk(p["top_k"]).indices
     guided = guided_logprobs(
         base.unsqueeze(0),
         tokens,
-        wanted,
         q.unsqueeze(0).gather(1, tokens),
         beta_B=torch.tensor([float(numbers(p["beta"]))], dtype=torch.float64),
         tail_is_base_B=torch.tensor([p.get("tail", "zero") == "base"]),

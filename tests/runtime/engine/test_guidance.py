@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import torch
 
+from turngate.runtime.engine import incremental
 from turngate.runtime.engine.batcher import Batcher
-from turngate.runtime.engine.guidance import guided_logprobs, likeliest
+from turngate.runtime.engine.guidance import guided_logprobs
 from turngate.runtime.engine.incremental import Incremental, Span
 from turngate.runtime.engine.model import ModelConfig, PolicyModel
 from turngate.runtime.engine.request import BatcherConfig, Finished, Rejection, Request
@@ -89,6 +90,28 @@ def test_peeking_gives_what_decoding_each_way_would_and_writes_nothing(ways):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("most", [1, 32 * 2 * 5, 32 * 2 * 14])
+def test_peeking_in_parts_gives_what_peeking_at_once_does(most, monkeypatch):
+    engine = Incremental(make_model(1), 4)
+    rows = [list(range(5, 5 + n)) for n in (3, 22, 17)]
+    engine.prefill([Span(i, 0, 0, row) for i, row in enumerate(rows)], needs="none")
+    at, positions = torch.tensor([0, 1, 2]), torch.tensor([3, 22, 17])
+    tokens = torch.randint(0, 200, (3, 7), generator=torch.Generator().manual_seed(0))
+    whole = engine.peek_hidden(at, tokens, positions)
+    sizes, bmm = [], torch.bmm
+
+    def noted(*of):
+        found = bmm(*of)
+        sizes.append(found.numel())
+        return found
+
+    monkeypatch.setattr(torch, "bmm", noted)
+    monkeypatch.setattr(incremental, "_MAX_SCORES", most)
+    torch.testing.assert_close(engine.peek_hidden(at, tokens, positions), whole, atol=2e-5, rtol=0)
+    assert max(sizes) <= max(most, 32 * 2)  # one way of one row at the least
+
+
+@torch.inference_mode()
 def test_decoding_some_rows_leaves_the_others_alone():
     model = make_model(1)
     engine, whole = Incremental(model, 4), Incremental(model, 4)
@@ -107,11 +130,10 @@ def test_decoding_some_rows_leaves_the_others_alone():
 
 
 def tilt(base, q, beta, k, *, tail_is_base, v=0.0):
-    tokens, wanted = likeliest(base[None], torch.tensor([k]))
+    tokens = base[None].topk(k).indices
     return guided_logprobs(
         base[None],
         tokens,
-        wanted,
         q[None].gather(1, tokens),
         beta_B=torch.tensor([beta], dtype=torch.float64),
         tail_is_base_B=torch.tensor([tail_is_base]),
@@ -128,21 +150,23 @@ def test_without_beta_a_base_tail_is_the_base_and_a_zero_tail_its_top():
     torch.testing.assert_close(top.exp().sum(), torch.tensor(1.0, dtype=torch.float64))
 
 
-def test_rows_of_different_top_k_do_not_see_each_others_candidates():
-    base = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
-    q = torch.rand(2, 9, dtype=torch.float64)
-    tokens, wanted = likeliest(base, torch.tensor([2, 5]))
-    both = guided_logprobs(
-        base,
-        tokens,
-        wanted,
-        q.gather(1, tokens),
-        beta_B=torch.full((2,), 3.0, dtype=torch.float64),
-        tail_is_base_B=torch.tensor([False, True]),
-        v_state_B=torch.full((2,), 0.3, dtype=torch.float64),
-    )
-    torch.testing.assert_close(both[0], tilt(base[0], q[0], 3.0, 2, tail_is_base=False))
-    torch.testing.assert_close(both[1], tilt(base[1], q[1], 3.0, 5, tail_is_base=True, v=0.3))
+def test_no_beta_is_too_large_and_equally_good_tokens_keep_the_bases_odds():
+    base = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=torch.float64).log()
+    q = torch.tensor([-3.0, 40.0, 40.0, 0.0], dtype=torch.float64)  # of any scale
+    for beta in (1e4, 1e300, 1.7e308):
+        best = tilt(base, q, beta, 3, tail_is_base=False)
+        torch.testing.assert_close(best.exp(), torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64))
+        tail = tilt(base, q - 50, beta, 2, tail_is_base=True, v=-1.0)
+        torch.testing.assert_close(tail.exp(), torch.tensor([0.0, 0.0, 2 / 3, 1 / 3], dtype=torch.float64))
+
+
+def test_the_best_token_is_the_best_of_those_that_truncation_left():
+    base = torch.tensor([0.6, 0.4, 0.0, 0.0], dtype=torch.float64).log()
+    q = torch.tensor([0.1, 0.3, 0.9, 0.0], dtype=torch.float64)
+    for beta in (2.0, 1.7e308):
+        found = tilt(base, q, beta, 3, tail_is_base=True, v=5.0)
+        odds = 1.5 * math.exp(-0.2 * beta)
+        torch.testing.assert_close(found.exp(), torch.tensor([odds, 1, 0, 0], dtype=torch.float64) / (1 + odds))
 
 
 # Guided decoding.
@@ -178,12 +202,45 @@ def test_b6_6_values_are_read_off_the_very_ids_that_were_sampled_whoever_shares_
     assert [done.token_ids for done in [*crowd[:2], *crowd[3:6]]] == [done.token_ids for done in plain]
 
 
-def test_beta_zero_draws_what_the_base_draws():
+def sampled(count):
+    """Requests with all kinds of sampling."""
+    kinds = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.9}, {"top_k": 7}]
+    prompts = [(9, 8, 7 + i, *range(3, 30)) for i in range(count)]
+    return [
+        Request(prompt_ids=prompt, max_tokens=20, seed=i, stop_ids=(), **kinds[i % 4])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def test_beta_zero_is_the_base_bit_for_bit():
+    requests = sampled(8)
+    plain = run(serve(make_model(1)), *requests)
+    zero = [msgspec.structs.replace(one, guidance=TokenGuidance(beta=0.0)) for one in requests]
+    found = run(serve(make_model(1), make_model(2, value_head=True)), *zero)
+    for one, other in zip(found, plain, strict=True):
+        assert (one.token_ids, one.logprobs, one.base_logprobs) == (other.token_ids, other.logprobs, other.logprobs)
+
+
+def test_guidance_of_others_changes_no_bit_of_a_row_that_has_none():
+    requests, others = sampled(8), [guided(5.0, seed=n, max_tokens=20) for n in range(5)]
+    greedy = Request(prompt_ids=PROMPT, max_tokens=20, temperature=0.0, stop_ids=())
+    fillers = [msgspec.structs.replace(one, guidance=None) for one in others]
+    plain = run(serve(make_model(1)), *requests, greedy, *fillers)
+    mixed = run(serve(make_model(1), make_model(2, value_head=True)), *requests, greedy, *others)
+    for one, other in zip(mixed[:9], plain[:9], strict=True):
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
+def test_requests_that_want_more_or_fewer_candidates_do_not_see_each_other():
     policy, critic = make_model(1), make_model(2, value_head=True)
-    (with_zero,) = run(serve(policy, critic), guided(0.0))
-    (plain,) = run(serve(policy), Request(prompt_ids=PROMPT, max_tokens=12, seed=1, stop_ids=()))
-    assert with_zero.token_ids == plain.token_ids
-    assert with_zero.logprobs == pytest.approx(plain.logprobs, abs=1e-12)
+    sizes = [1, 3, 3, len(TOKENIZER), 10**30]
+    requests = [guided(6.0, seed=n, top_k=k, tail="zero" if n % 2 else "base") for n, k in enumerate(sizes)]
+    together = run(serve(policy, critic), *requests)
+    for request, done in zip(requests, together, strict=True):
+        (alone,) = run(serve(policy, critic), request)
+        assert done.token_ids == alone.token_ids
+        assert done.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    assert together[1].logprobs != together[0].logprobs
 
 
 def test_a_large_beta_takes_the_best_candidate():
@@ -336,6 +393,29 @@ def test_a_critic_that_does_not_fit_is_refused():
     shorter = PolicyModel(msgspec.structs.replace(make_model(1, value_head=True).config, max_context=32))
     with pytest.raises(ConfigError, match="max_context must be at least the policy's: expected 1024, got 32"):
         serve(make_model(1), shorter)
+
+
+def overflowing(model):
+    with torch.no_grad():
+        model.value_head.weight.sign_().mul_(3e38)
+    return model
+
+
+def test_a_head_that_overflows_is_refused_at_the_start():
+    for policy, critic in [
+        (make_model(1), overflowing(make_model(2, value_head=True))),
+        (overflowing(make_model(1, value_head=True)), None),
+    ]:
+        with pytest.raises(ConfigError, match="values must be finite: the weights overflow"):
+            serve(policy, critic)
+
+
+def test_values_that_are_no_numbers_are_told_for_what_they_are():
+    batcher = serve(make_model(1), make_model(2, value_head=True))
+    overflowing(batcher._values.rows.engine.model)
+    batcher.submit(guided(1.0))
+    with pytest.raises(FloatingPointError, match="values must be finite: got NaN or infinity; the critic's weights"):
+        batcher.step()
 
 
 def test_guided_sequences_end_with_the_context():

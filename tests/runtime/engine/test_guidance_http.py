@@ -1,8 +1,11 @@
 """Guidance and values over HTTP, and critics that are replaced in flight."""
 
+import asyncio
 import copy
 import json
+import os
 
+import msgspec
 import pytest
 import torch
 
@@ -54,6 +57,15 @@ async def test_a_guided_chat_tells_both_log_probs_and_the_critics_version(http, 
     assert guided != pytest.approx(choice["base_logprobs"], abs=1e-3)
 
 
+async def test_no_number_of_candidates_is_too_large(http, server):
+    # An id, a beta and a K of any size pass through JSON: none of them may break the engine for everybody.
+    for beta, top_k in [(1.7e308, 10**30), (0, 2**63), (1, 10**6)]:
+        body = {**CHAT, "guidance": {"beta": beta, "top_k": top_k}}
+        status, told = await post(http, server, "/v1/chat/completions", body)
+        assert (status, len(told["choices"][0]["base_logprobs"])) == (200, len(told["choices"][0]["token_ids"]))
+    assert (await post(http, server, "/pooling", {"input": "buy"}))[0] == 200
+
+
 async def test_plain_replies_say_nothing_of_guidance(http, server):
     _, told = await post(http, server, "/v1/chat/completions", CHAT)
     assert "value_version" not in told
@@ -89,6 +101,8 @@ async def test_pooling_gives_the_value_of_every_input(http, server, tokenizer):
         ("/pooling", {"input": "x", "model": "other"}, 404, "model"),
         ("/pooling", {}, 400, "input"),
         ("/v1/chat/completions", {**CHAT, "guidance": {"beta": -1}}, 400, "guidance"),
+        ("/v1/chat/completions", {**CHAT, "guidance": {"beta": 1, "top_k": 0}}, 400, "guidance"),
+        ("/v1/chat/completions", {**CHAT, "guidance": {"beta": 10**400}}, 400, "guidance.beta"),
         ("/v1/chat/completions", {**CHAT, "guidance": {"beta": 1, "topk": 3}}, 400, "guidance"),
         ("/v1/chat/completions", {**CHAT, "guidance": {"beta": 1, "tail": "fat"}}, 400, "guidance.tail"),
         ("/v1/chat/completions", {**CHAT, "temperature": 0, "guidance": {"beta": 1}}, 400, "guidance"),
@@ -120,6 +134,38 @@ async def test_a_new_critic_is_taken_in_flight_and_versions_only_grow(http, serv
     assert (await post(http, server, "/admin/critic", {**body, "value_version": 3}))[0] == 409
     async with http.get(f"http://127.0.0.1:{server.port}/health") as reply:
         assert (await reply.json())["value_version"] == 4
+
+
+async def test_a_critic_that_cannot_serve_is_refused_and_the_old_one_goes_on(
+    http, server, tiny_model, critic, tmp_path
+):
+    broken = {}
+    for name, change in {"overflow": lambda w: w.sign_().mul_(3e38), "nan": lambda w: w.fill_(float("nan"))}.items():
+        new = copy.deepcopy(critic)
+        with torch.no_grad():
+            change(new.value_head.weight)
+        broken[name] = tmp_path / f"{name}.safetensors"
+        new.save_weights(broken[name], value_head=True)
+    whole = broken["overflow"].read_bytes()
+    for name, data in {"empty": b"", "cut": whole[:-7], "text": b"weights"}.items():
+        broken[name] = tmp_path / name
+        broken[name].write_bytes(data)
+    broken["headless"] = tmp_path / "headless.safetensors"
+    tiny_model.save_weights(broken["headless"])
+    broken["wider"] = tmp_path / "wider.safetensors"
+    wider = PolicyModel(msgspec.structs.replace(critic.config, width=2 * critic.config.width))
+    wider.save_weights(broken["wider"], value_head=True)
+    broken |= {"missing": tmp_path / "nowhere", "folder": tmp_path, "pipe": tmp_path / "pipe"}
+    os.mkfifo(broken["pipe"])
+    ask = {**CHAT, "guidance": {"beta": 5.0}, "n": 4, "max_tokens": 40}
+    before = (await post(http, server, "/v1/chat/completions", ask))[1]["choices"]
+    replies = asyncio.gather(*(post(http, server, "/v1/chat/completions", ask) for _ in range(8)))
+    swaps = [{"path": str(path), "value_version": 9} for path in broken.values()]
+    refused = await asyncio.gather(*(post(http, server, "/admin/critic", swap) for swap in swaps))
+    assert [(status, told["error"]["param"]) for status, told in refused] == [(400, "path")] * len(broken)
+    for status, told in await replies:
+        assert (status, told["value_version"]) == (200, 3)
+        assert [one["token_ids"] for one in told["choices"]] == [one["token_ids"] for one in before]
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
