@@ -59,15 +59,24 @@ class Admission:
         if not self.is_admin(http):
             raise RequestError("this needs the gateway's admin key: Authorization: Bearer KEY", status=401)
 
-    def check_room(self, guest: Guest) -> None:
-        """Require room for one more request. Raises: RequestError: 429, 503. SessionSealed, SessionLimit."""
+    def check_room(self, guest: Guest, requests: int = 1) -> None:
+        """Require room for one more request, which makes so many to the server at once.
+
+        Raises: RequestError: 400, 429, 503. SessionSealed, SessionLimit.
+        """
+        limit = self.config.max_open_per_session
+        if requests > min(limit, self.config.max_open):
+            raise RequestError(
+                f"a request must not need more than {min(limit, self.config.max_open)} from the server at once: got "
+                f"{requests}, the choices of all prompts times their draws",
+                param="n",
+            )
         publisher = getattr(self.sessions.endpoint, "publisher", None)
         if getattr(publisher, "is_switching", False) and getattr(publisher, "in_flight", "") == "restarts":
             raise _later("the upstream takes new weights and cannot answer meanwhile; try again", 503)
-        if len(self.guests.tasks) >= self.config.max_open:
+        if self.guests.in_flight + requests > self.config.max_open:
             raise _later(f"the gateway must not have more than {self.config.max_open} requests open", 429)
-        if guest.exchanges.attached >= self.config.max_open_per_session:
-            limit = self.config.max_open_per_session
+        if guest.exchanges.open + requests > limit:
             raise _later(f"a session must not have more than {limit} requests open", 429)
         guest.session.admit(others=guest.exchanges.attached)
 

@@ -31,7 +31,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Open at once; a key that would open one more gets a 429."""
     max_body_bytes: int = 16 * 1024 * 1024
     max_open: int = 4096
-    """Requests being answered at once; one more gets a 429."""
+    """Requests to the server under way; one more gets a 429. Draws of a guided reply, and choices of one that is put
+    together here, are requests each."""
     max_open_per_session: int = 256
     body_timeout_s: float = 30.0
     """In which the body of a request must have come in."""

@@ -9,14 +9,24 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 from turngate.runtime.gateway.sse import event_piece
 from turngate.runtime.openai_api.refusals import JSON_HEADERS, RequestError, error_body
 
-__all__ = ["Exchange", "Exchanges"]
+__all__ = ["Exchange", "Exchanges", "Work"]
 
 
 _log = logging.getLogger("turngate.gateway")
+
+
+class Work(NamedTuple):
+    """What answers one request of an agent."""
+
+    answer: "Callable[[Exchange], Awaitable[None]]"
+    """Writes the reply into its exchange."""
+    requests: int = 1
+    """Requests to the server that it makes at once."""
 
 
 class Exchange:
@@ -25,8 +35,10 @@ class Exchange:
     # Changed by the work: pieces, headers, is_streamed, is_done, problem, on_delivered. Changed by the door: attached,
     # is_delivered.
 
-    def __init__(self, key: str, digest: str) -> None:
+    def __init__(self, key: str, digest: str, requests: int = 1) -> None:
         self.key, self.digest = key, digest
+        self.requests = requests
+        """Of the work to the server, at once."""
         self.pieces: list[bytes] = []
         self.headers: Mapping[str, str] = JSON_HEADERS
         self.is_streamed = self.is_done = False
@@ -123,6 +135,11 @@ class Exchanges:
         """Connections that wait for a reply."""
         return sum(exchange.attached for exchange in self._pending)
 
+    @property
+    def open(self) -> int:
+        """Requests to the server under way, and connections that wait for a reply where these are more."""
+        return sum(max(one.attached, 0 if one.is_done else one.requests) for one in self._pending)
+
     def find(self, key: str, *, is_named: bool, is_retry: bool) -> Exchange | None:
         """Return the exchange that a request belongs to; None when it is a turn of its own.
 
@@ -150,19 +167,19 @@ class Exchanges:
         self,
         key: str,
         digest: str,
-        work: Callable[[Exchange], Awaitable[None]],
-        tasks: "set[asyncio.Task[None]]",
+        work: Work,
+        count: Callable[["asyncio.Task[None]", int], None],
     ) -> Exchange:
-        """Begin an exchange: `work` writes the reply into it, in a task of its own that is kept in `tasks`.
+        """Begin an exchange: `work` writes the reply into it, in a task of its own.
 
-        Args: digest: tells requests apart that give themselves the same name.
+        Args: digest: tells requests apart that give themselves the same name. count: is given the task, and the
+            requests to the server that it makes at once; it keeps the task until it is done.
         """
-        exchange = Exchange(key, digest)
+        exchange = Exchange(key, digest, work.requests)
         self._pending[exchange] = None
         self._drop_abandoned()
         task = exchange.task = asyncio.create_task(_run(work, exchange), name="turngate gateway exchange")
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        count(task, work.requests)
         return exchange
 
     def leave(self, exchange: Exchange) -> None:
@@ -204,9 +221,9 @@ def _cancel(exchange: Exchange, why: RequestError) -> None:
         exchange.fail(why)
 
 
-async def _run(work: Callable[[Exchange], Awaitable[None]], exchange: Exchange) -> None:
+async def _run(work: Work, exchange: Exchange) -> None:
     try:
-        await work(exchange)
+        await work.answer(exchange)
     except RequestError as problem:
         exchange.fail(problem)
     except Exception:  # the boundary: a bug costs one request, not the gateway, and whoever waits is told

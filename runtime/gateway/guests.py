@@ -36,16 +36,18 @@ class Guest:
 class Guests:
     """All sessions at the door, and the tasks that work for them."""
 
-    # Changed by of() and by sessions that end: all of it.
+    # Changed by of() and by sessions that end: _guests. Changed by add() and by tasks that end: tasks, in_flight.
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._guests: dict[str, Guest] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        """Requests to the server under way."""
+        """Work for replies under way."""
+        self.in_flight = 0
+        """Requests to the server that these make at once."""
 
     def __repr__(self) -> str:
-        return f"<Guests {len(self._guests)}, {len(self.tasks)} requests under way>"
+        return f"<Guests {len(self._guests)}, {self.in_flight} requests under way>"
 
     def __len__(self) -> int:
         return len(self._guests)
@@ -60,6 +62,17 @@ class Guests:
             guest = self._guests[session.key] = Guest(session, self._config)
             session.when_sealed(self._forget)
         return guest
+
+    def add(self, task: asyncio.Task[None], requests: int) -> None:
+        """Count a task, with the requests to the server that it makes at once, until it is done."""
+        self.tasks.add(task)
+        self.in_flight += requests
+
+        def done(_: asyncio.Task[None]) -> None:
+            self.tasks.discard(task)
+            self.in_flight -= requests
+
+        task.add_done_callback(done)
 
     def _forget(self, session: Session) -> None:
         guest = self._guests.get(session.key)

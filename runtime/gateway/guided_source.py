@@ -132,7 +132,7 @@ class GuidedSource:
         edited: dict[str, Any] = dict(_decode_fields(body))
         for name in ("n", "best_of", "stream", "stream_options"):
             edited.pop(name, None)
-        if endpoint.dialect.seed:
+        if endpoint.dialect.seed or "seed" in edited:  # the agent's own, sent with each, would draw the same each time
             edited["seed"] = seed
         if prompt is not None:
             edited["prompt"] = prompt
@@ -148,7 +148,8 @@ class GuidedSource:
             if self._is_text and "prompt_token_ids" in reply.fields:
                 choice.setdefault("prompt_token_ids", reply.fields["prompt_token_ids"])
             choices.append(choice)
-        return {**merged, "choices": choices, "usage": _usage([reply.fields for reply in self._chosen])}
+        usage = _usage([reply.fields for reply in self._chosen], self._ask.n or 1)
+        return {**merged, "choices": choices, "usage": usage}
 
 
 def _prompts(ask: ChatAsk | TextAsk) -> Sequence[object]:
@@ -168,10 +169,11 @@ def _tools_of(ask: ChatAsk | TextAsk) -> tuple[ToolSpec, ...]:
         return ()  # the server may know them; a value function is shown no half of them
 
 
-def _usage(replies: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the tokens of what was chosen; what was drawn beside it is the gateway's own affair."""
+def _usage(replies: Sequence[Mapping[str, Any]], choices: int) -> dict[str, int]:
+    """Return the tokens of what was chosen, each prompt's `choices` after the other's; the draws beside them are the
+    gateway's own affair."""
     found = [reply.get("usage") or {} for reply in replies]
-    prompt = found[0].get("prompt_tokens", 0)
+    prompt = sum(one.get("prompt_tokens", 0) for one in found[::choices])
     sampled = sum(one.get("completion_tokens", 0) for one in found)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

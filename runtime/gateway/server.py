@@ -20,12 +20,12 @@ from turngate.runtime.errors import ConfigError, SessionError, SessionLimit, Ses
 from turngate.runtime.gateway.admission import Admission
 from turngate.runtime.gateway.config import GatewayConfig
 from turngate.runtime.gateway.delivery import deliver
-from turngate.runtime.gateway.exchange import Exchange
+from turngate.runtime.gateway.exchange import Exchange, Work
 from turngate.runtime.gateway.guests import Guest, Guests
 from turngate.runtime.gateway.keys import GUIDED
 from turngate.runtime.gateway.session_routes import SessionRoutes
 from turngate.runtime.gateway.steering import GUIDANCE_HEADER, Steering
-from turngate.runtime.gateway.turns import Work, Works
+from turngate.runtime.gateway.turns import Works
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.openai_api.refusals import (
     JSON_HEADERS,
@@ -113,7 +113,7 @@ class Gateway:
         """Return the counts as they are now."""
         return GatewayStatistics(
             sessions=len(self._guests),
-            in_flight=len(self._guests.tasks),
+            in_flight=self._guests.in_flight,
             requests={f"{path} {status}": count for (path, status), count in sorted(self._requests.items())},
         )
 
@@ -227,7 +227,7 @@ class Gateway:
             guest, role = self._admission.guest_of(http)
             body = await self._body(http)
             name = http.headers.get("Idempotency-Key", "")
-            steer = http.headers.get(GUIDANCE_HEADER, "")
+            steer = ",".join(http.headers.getall(GUIDANCE_HEADER, ()))  # as HTTP reads a header that comes twice
             hashed = blake2b(body, digest_size=16, key=role.encode()[:64])
             hashed.update(steer.encode(errors="replace"))
             digest = hashed.hexdigest()
@@ -257,8 +257,8 @@ class Gateway:
             exchange = exchanges.find(key, is_named=is_named, is_retry=is_retry)
             if exchange is None:
                 work = make()
-                self._admission.check_room(guest)
-                exchange = exchanges.start(key, digest, work, self._guests.tasks)
+                self._admission.check_room(guest, work.requests)
+                exchange = exchanges.start(key, digest, work, self._guests.add)
         except (RequestError, SessionError):
             exchanges.refused(key)
             raise
@@ -315,7 +315,7 @@ class Gateway:
         return _json(cards[asked])
 
     async def _health(self, http: web.Request) -> web.StreamResponse:
-        return _json({"status": "ok", "in_flight": len(self._guests.tasks)})
+        return _json({"status": "ok", "in_flight": self._guests.in_flight})
 
 
 def _json(told: dict[str, Any], *, status: int = 200) -> web.Response:

@@ -24,6 +24,8 @@ __all__ = ["GUIDANCE_HEADER", "UNGUIDED", "Steered", "Steering"]
 GUIDANCE_HEADER = "x-turngate-guidance"
 _ACTIONS = ("beta", "draws", "floor", "max_kl")
 _TOKENS = ("beta", "top_k", "tail")
+_MAX_DIGITS = 10
+"""Of a whole number: beyond it nothing is within bounds, and Python refuses to read thousands."""
 
 
 class Steered(NamedTuple):
@@ -66,7 +68,10 @@ class Steering:
         if guidance is None:
             return UNGUIDED
         self._check(guidance)
-        is_base = guidance.candidates is None and guidance.beta_at(self._endpoint.policy_version) == 0
+        try:
+            is_base = guidance.candidates is None and guidance.beta_at(self._endpoint.policy_version) == 0
+        except ConfigError as error:  # the gateway's own schedule gives none
+            raise RequestError(str(error), code="guidance_unavailable") from error
         # Beta 0 takes the way of the base itself, bit for bit.
         return UNGUIDED if is_base else Steered(guidance, is_asked=is_asked)
 
@@ -150,7 +155,8 @@ def _check_names(settings: dict[str, str], known: tuple[str, ...]) -> None:
 
 def _number(name: str, text: str, most: float) -> float:
     try:
-        value = float(text)
+        # Python's own spellings, 1_0 and digits of other scripts, are no numbers to anybody else.
+        value = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         value = math.nan
     if not 0 <= value <= most or value == math.inf:
@@ -159,7 +165,7 @@ def _number(name: str, text: str, most: float) -> float:
 
 
 def _whole(name: str, text: str, most: int) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:10]) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS and 1 <= int(text) <= most):
         raise _bad(name, f"must be a whole number from 1 to {most}: got {text!r:.40}")
     return int(text)
 

@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import cast
 
@@ -18,7 +18,7 @@ from turngate.runtime.gateway.asks import ChatAsk, Fields, TextAsk, decode_chat,
 from turngate.runtime.gateway.collected import ChatChunk
 from turngate.runtime.gateway.drawing import Drawing, default_cap, drawing_for
 from turngate.runtime.gateway.edits import chat_body, kept_by, strip, text_body
-from turngate.runtime.gateway.exchange import Exchange
+from turngate.runtime.gateway.exchange import Exchange, Work
 from turngate.runtime.gateway.guests import Guest
 from turngate.runtime.gateway.guided_source import GuidedSource
 from turngate.runtime.gateway.keys import role_in
@@ -35,9 +35,8 @@ from turngate.runtime.retries import scrub
 from turngate.runtime.session import Session
 from turngate.runtime.types import Completion, Message
 
-__all__ = ["Work", "Works"]
+__all__ = ["Works"]
 
-Work = Callable[[Exchange], Awaitable[None]]
 _log = logging.getLogger("turngate.gateway")
 
 
@@ -64,7 +63,7 @@ class Works:
             turn = self._chat_turn(guest.session, fields, ask, chat, role, steered)
             await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
 
-        return work
+        return Work(work, self._requests(guest.session, steered, ask.n or 1))
 
     def text(self, guest: Guest, body: bytes, role: str, steer: str = "") -> Work:
         """POST /v1/completions. Scoring, with echo and nothing to generate, is no turn."""
@@ -96,7 +95,8 @@ class Works:
             turn = _Turn(guest.session, source, ask, drawing, messages, role, endpoint.secrets)
             await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
 
-        return work
+        choices = (ask.n or 1) * _prompts(ask)
+        return Work(work, choices * steered.actions.draws if steered.actions is not None else 1)
 
     def responses(self, guest: Guest, body: bytes, role: str, steer: str = "") -> Work:
         """POST /v1/responses: a chat completion under the hood."""
@@ -117,7 +117,7 @@ class Works:
 
             await (turn.stream_response if ask.stream else turn.respond)(exchange, translation, remember)
 
-        return work
+        return Work(work, self._requests(guest.session, steered, ask.n or 1))
 
     def _text_steered(self, session: Session, ask: TextAsk, steer: str) -> Steered:
         """Return how a text completion is guided. Raises: RequestError: it cannot be."""
@@ -151,9 +151,7 @@ class Works:
         guidance, timeout_s = steered.actions, self._timeout_s
         source: Source
         endpoint = self.endpoint
-        is_servers = isinstance(endpoint, Endpoint) and token_mode_of(endpoint) != "tokens"
-        # Guidance of tokens is asked for, and recorded, by the endpoint itself.
-        is_servers = is_servers and drawing.sampling.guidance is None
+        is_servers = self._is_servers(session, steered)
         if isinstance(endpoint, Endpoint) and is_servers and guidance is not None:
             source = GuidedSource(session, endpoint, fields, ask, drawing, chat, guidance, timeout_s=timeout_s)
         elif isinstance(endpoint, Endpoint) and is_servers:
@@ -170,6 +168,19 @@ class Works:
                 session, endpoint, fields, ask, drawing, chat, envelope, timeout_s=timeout_s, guidance=guidance
             )
         return _Turn(session, source, ask, drawing, chat, role, secrets_of(endpoint))
+
+    def _is_servers(self, session: Session, steered: Steered) -> bool:
+        """Whether the reply is the server's own; else it is put together here, choice by choice."""
+        # Guidance of tokens is asked for, and recorded, by the endpoint itself.
+        pinned = session.sampling is not None and session.sampling.guidance is not None
+        is_guided = pinned or steered.tokens is not None
+        return isinstance(self.endpoint, Endpoint) and token_mode_of(self.endpoint) != "tokens" and not is_guided
+
+    def _requests(self, session: Session, steered: Steered, choices: int) -> int:
+        """Return how many requests to the server a chat makes at once."""
+        if steered.actions is not None:
+            return choices * steered.actions.draws
+        return 1 if self._is_servers(session, steered) else choices
 
     def _next_id(self, prefix: str) -> str:
         # A counter behind one random part: a random number per request would cost more than all the rest of it.

@@ -61,6 +61,8 @@ def nested_too_deep() -> RequestError:
 def error_body(error: RequestError) -> bytes:
     """Return an error as OpenAI spells it."""
     told = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    # Parts of headers may be in it, which need not be UTF-8.
+    told = {name: text and text.encode(errors="backslashreplace").decode() for name, text in told.items()}
     return msgspec.json.encode({"error": told})
 
 

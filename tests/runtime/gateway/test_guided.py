@@ -114,6 +114,10 @@ async def test_a_header_sets_beta_and_draws_for_one_request():
         ("beta=5, beta=6", "x-turngate-guidance.beta"),
         ("draws=0", "x-turngate-guidance.draws"),
         ("draws=33", "x-turngate-guidance.draws"),
+        ("draws=00000000010000", "x-turngate-guidance.draws"),
+        (f"draws=1{'0' * 5000}", "x-turngate-guidance.draws"),
+        ("beta=1_0", "x-turngate-guidance.beta"),
+        ("beta=\u0665", "x-turngate-guidance.beta"),
         ("draws=2.5", "x-turngate-guidance.draws"),
         ("floor=2", "x-turngate-guidance.floor"),
         ("max_kl=x", "x-turngate-guidance.max_kl"),
@@ -340,3 +344,87 @@ async def test_guidance_of_tokens_that_an_agent_asks_the_server_for_itself_is_no
         trajectory = session.seal()
     assert ("guidance" in d.server.requests[0]) == is_sent
     assert trajectory.trainable != is_sent
+
+
+async def raw_header(d, key, *values):
+    """Send a chat with these very headers; return (status, decoded body)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(d.gateway.url.split(":")[2].split("/")[0]))
+    body = msgspec.json.encode(CHAT)
+    head = [
+        b"POST /v1/chat/completions HTTP/1.1",
+        b"Host: x",
+        b"Connection: close",
+        b"Content-Type: application/json",
+        b"Authorization: Bearer %b" % key.encode(),
+        b"Content-Length: %d" % len(body),
+        *(b"x-turngate-guidance: %b" % value for value in values),
+    ]
+    writer.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
+    told = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return int(told.split()[1]), msgspec.json.decode(told.partition(b"\r\n\r\n")[2])
+
+
+async def test_a_header_that_comes_twice_is_read_as_one_and_bytes_that_are_no_text_are_refused_in_words():
+    async with door(cycle("a", "ab")) as d:
+        session = d.session()
+        assert (await raw_header(d, session.key, b"beta=5", b"draws=2"))[0] == 200
+        assert len(d.server.requests) == 2
+        for values in ((b"beta=5", b"beta=6"), (b"off", b"beta=5"), (b"\xff\xfe=3",), (b"\xed\xa0\x80",)):
+            status, told = await raw_header(d, session.key, *values)
+            assert status == 400
+            assert told["error"]["param"].startswith("x-turngate-guidance")
+        assert len(d.server.requests) == 2
+
+
+async def test_a_schedule_that_gives_no_beta_is_told_to_the_agent():
+    async with door("x", guidance={"beta": lambda version: {}[version]}) as d:
+        status, told, _ = await d.post("/v1/chat/completions", d.session().key, GUIDED)
+    assert (status, told["error"]["code"]) == (400, "guidance_unavailable")
+    assert "from its schedule at policy version 0" in told["error"]["message"]
+
+
+async def test_draws_count_among_the_requests_that_are_open():
+    gate = asyncio.Event()
+    async with door(cycle("a", "ab"), max_open=10, max_open_per_session=6) as d:
+        d.server.before_answer = gate.wait
+        session, other = d.session(), d.session()
+        for body in ({**GUIDED, "n": 2}, {"model": "base@guided", "prompt": ["x", "y"], "max_tokens": 8}):
+            path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+            status, told, _ = await d.post(path, session.key, body)  # 8 draws at once: never
+            assert (status, told["error"]["param"]) == (400, "n")
+        first = asyncio.ensure_future(d.post("/v1/chat/completions", session.key, GUIDED))
+        await until(lambda: d.server.open == 4)
+        assert d.gateway.statistics().in_flight == 4
+        again = {**GUIDED, "seed": 1}
+        assert (await d.post("/v1/chat/completions", session.key, again))[0] == 429
+        second = asyncio.ensure_future(d.post("/v1/chat/completions", other.key, GUIDED))
+        await until(lambda: d.server.open == 8)
+        status, _, headers = await d.post("/v1/chat/completions", d.session().key, GUIDED)
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert len(d.server.requests) == 8
+        gate.set()
+        assert [(await task)[0] for task in (first, second)] == [200, 200]
+        assert d.gateway.statistics().in_flight == 0
+
+
+async def test_an_agent_whose_seed_the_server_may_know_gets_different_draws_all_the_same():
+    async with door(cycle("a", "ab"), endpoint={"dialect": Dialect(seed=False)}) as d:
+        await d.post("/v1/chat/completions", d.session().key, {**GUIDED, "seed": 7})
+        seeds = [request["seed"] for request in d.server.requests]
+        await d.post("/v1/chat/completions", d.session().key, GUIDED)
+        assert not any("seed" in request for request in d.server.requests[4:])
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 4
+
+
+async def test_usage_counts_every_prompt_once():
+    async with door(cycle("a", "ab")) as d:
+        prompts = {"model": "base", "prompt": ["x", "a longer one"], "n": 2, "max_tokens": 8}
+        session = d.session()
+        _, alone, _ = await d.post("/v1/completions", session.key, {**prompts, "prompt": "x"})
+        _, other, _ = await d.post("/v1/completions", session.key, {**prompts, "prompt": "a longer one"})
+        _, both, _ = await d.post("/v1/completions", session.key, {**prompts, "model": "base@guided"})
+    expected = [told["usage"]["prompt_tokens"] for told in (alone, other)]
+    assert both["usage"]["prompt_tokens"] == sum(expected)
