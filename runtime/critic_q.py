@@ -11,12 +11,13 @@ from typing import Protocol, Self
 
 import msgspec
 
-from turngate.runtime.errors import GuidanceError, MalformedReply
+from turngate.runtime.errors import ConfigError, GuidanceError, MalformedReply
 from turngate.runtime.guidance import DecisionPoint, QValues
-from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, ids_text
+from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId, ids_text
 from turngate.runtime.retries import RetryingClient
 from turngate.runtime.transport import HttpTransport, Transport
 from turngate.runtime.types import Completion
+from turngate.runtime.urls import shown_url, url_secrets
 
 __all__ = ["CriticQ"]
 
@@ -40,7 +41,7 @@ class _Pooled(msgspec.Struct):
 
 class _PoolingReply(msgspec.Struct):
     data: list[_Pooled]
-    value_version: int = 0
+    value_version: TokenId = 0
 
 
 _encode = msgspec.json.Encoder().encode
@@ -71,12 +72,15 @@ class CriticQ:
     ) -> None:
         """Prepare to ask the server at `url`, the part before /pooling. Connects on first use.
 
-        Raises: ConfigError: the URL cannot work.
+        Raises: ConfigError: the URL cannot work, or comes with a name and password beside the key.
         """
-        self.url, self.model, self._timeout_s = url.rstrip("/"), model, timeout_s
+        self.model, self._timeout_s = model, timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        carrier = transport if transport is not None else HttpTransport(self.url, headers=headers)
-        secrets = (api_key,) if api_key else ()
+        carrier = transport if transport is not None else HttpTransport(url, headers=headers)
+        self.url, secrets = shown_url(url), url_secrets(url)
+        if api_key and secrets:
+            raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
+        secrets = (api_key,) if api_key else secrets
         self._client = RetryingClient(self.url, carrier, max_retries=max_retries, random=Random(), secrets=secrets)
 
     @classmethod
@@ -111,12 +115,13 @@ class CriticQ:
             reply = _decode(body)
         except DECODE_ERRORS as error:
             raise MalformedReply(f"reply must hold pooled values: {error} (POST {self.url}/pooling)") from error
-        found = {one.index: _last(one.data) for one in reply.data}
-        if found.keys() != set(range(len(candidates))):
+        given = sorted(one.index for one in reply.data)
+        if given != list(range(len(candidates))):
             raise MalformedReply(
                 f"reply must hold one value per input: expected indices 0 to {len(candidates) - 1}, got "
-                f"{sorted(found)} (POST {self.url}/pooling)"
+                f"{given!r:.80} (POST {self.url}/pooling)"
             )
+        found = {one.index: _last(one.data, candidates[one.index]) for one in reply.data}
         return QValues([found[index] for index in range(len(candidates))], reply.value_version)
 
 
@@ -132,10 +137,14 @@ def _prefix(candidate: Completion, index: int) -> msgspec.Raw:
     return msgspec.Raw(b"[%b,%b]" % (text, ids_text(candidate.token_ids)))
 
 
-def _last(data: list[float | list[float]]) -> float:
+def _last(data: list[float | list[float]], candidate: Completion) -> float:
     """Return the value after the last token: servers give it alone, or one per token."""
-    if not data:
-        raise MalformedReply("pooled data must hold a value: got none (data)")
+    tokens = len(candidate.prompt_token_ids) + len(candidate.token_ids)
+    if len(data) not in (1, tokens):  # an embedding's last dimension, or a class, is no value
+        raise MalformedReply(
+            f"pooled data must hold one value, or one per token: expected 1 or {tokens}, got {len(data)} (data); is it "
+            "a reward model?"
+        )
     last = data[-1]
     if not isinstance(last, list):
         return last

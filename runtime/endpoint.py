@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Protocol, Self, cast
 
 import msgspec
-from yarl import URL
 
 from turngate.envs.base import ToolSpec
 from turngate.runtime.capabilities import Capabilities
@@ -21,6 +20,7 @@ from turngate.runtime.retries import RetryingClient
 from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.transport import HttpTransport, Transport
 from turngate.runtime.types import Completion, Message, Sampling
+from turngate.runtime.urls import shown_url, url_secrets
 from turngate.runtime.weights import WeightPublisher
 from turngate.runtime.wire import (
     ChatReply,
@@ -134,7 +134,7 @@ class Endpoint:
         self.policy_version = policy_version
         self.publisher = publisher
         self.capabilities = capabilities
-        userinfo = _userinfo(url)
+        userinfo = url_secrets(url)
         self.secrets = (*userinfo, api_key) if api_key else userinfo
         """What must not be shown to others: the key, or what the URL says of who we are."""
         self.credentials = url, api_key
@@ -143,7 +143,7 @@ class Endpoint:
             raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         carrier = transport if transport is not None else HttpTransport(url, headers=headers)
-        self.url = str(URL(url.rstrip("/")).with_user(None)) if userinfo else url.rstrip("/")
+        self.url = shown_url(url)
         """Where the server is; a name and password in the URL given are used, and never shown."""
         self._client = RetryingClient(
             self.url, carrier, max_retries=max_retries, random=random or Random(), secrets=self.secrets
@@ -375,10 +375,3 @@ class Endpoint:
         Raises as `complete` does, from the iterator too.
         """
         return self._client.stream(path, body, timeout_s)
-
-
-def _userinfo(url: str) -> tuple[str, ...]:
-    """Return the password that a URL carries, as written and decoded, and the name with it."""
-    found = URL(url)
-    parts = (found.raw_password, found.password, f"{found.raw_user}:{found.raw_password}" if found.raw_password else "")
-    return tuple(part for part in parts if part)

@@ -155,7 +155,7 @@ class ChatReply(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     """Not decoded: it repeats what the turns before have shown, see `json_ids`."""
     usage: Usage | None = None
-    value_version: int = 0
+    value_version: TokenId = 0
 
 
 class TextLogprobs(msgspec.Struct):
@@ -186,7 +186,7 @@ class TextReply(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     """Of the only prompt; of several prompts each choice has its own."""
     usage: Usage | None = None
-    value_version: int = 0
+    value_version: TokenId = 0
 
 
 _decode_chat = msgspec.json.Decoder(ChatReply).decode

@@ -1,6 +1,8 @@
 """Values of finished prefixes over HTTP."""
 
+import asyncio
 import logging
+import socket
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from turngate.runtime import Limits, Runtime, Sampling
 from turngate.runtime.critic_q import CriticQ
 from turngate.runtime.engine import Engine
 from turngate.runtime.engine.incremental import Incremental, Span
-from turngate.runtime.errors import EndpointError, GuidanceError, MalformedReply
+from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, MalformedReply
 from turngate.runtime.guidance import DecisionPoint, Guidance
 from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.testing import FakeTransport
@@ -43,17 +45,60 @@ async def test_each_candidate_is_asked_about_as_the_ids_that_were_seen_and_sampl
     assert (found.values, found.version) == ([0.25, 0.75], 4)
 
 
-async def test_values_per_token_are_read_at_the_last_token():
-    critic, _ = asking(pooled([[0.1], [0.2]], [[0.3]]))
-    assert (await critic(POINT, CANDIDATES)).values == [0.2, 0.3]
+@pytest.mark.parametrize("shape", [lambda value: [value], lambda value: value])
+async def test_values_per_token_are_read_at_the_last_token(shape):
+    critic, _ = asking(pooled([shape(x / 10) for x in range(5)], [shape(x / 10) for x in range(3)]))
+    assert (await critic(POINT, CANDIDATES)).values == [0.4, 0.2]
+
+
+async def test_values_belong_to_the_inputs_that_their_index_names():
+    critic, _ = asking(Reply(200, {}, b'{"data": [{"index": 1, "data": [0.9]}, {"index": 0, "data": [0.1]}]}'))
+    assert (await critic(POINT, CANDIDATES)).values == [0.1, 0.9]
+
+
+async def test_a_name_and_password_in_the_url_are_used_and_never_shown():
+    url = "http://user:hunter2@127.0.0.1:9/"
+    async with CriticQ(url, max_retries=0) as critic:
+        assert "hunter2" not in repr(critic)
+        with pytest.raises(EndpointError) as raised:
+            await critic(POINT, CANDIDATES)
+    assert "hunter2" not in str(raised.value)
+    with pytest.raises(ConfigError, match="api_key must not come with a name and password"):
+        CriticQ(url, api_key="k")
+
+
+def test_one_critic_serves_one_event_loop_after_another():
+    async def ask(critic):
+        return (await critic(POINT, CANDIDATES)).values
+
+    async def both():
+        server = await asyncio.start_server(answer_once, "127.0.0.1", port)
+        async with server:
+            return await ask(critic)
+
+    async def answer_once(reader, writer):
+        await reader.readuntil(b"]]}")
+        body = pooled([0.1], [0.2]).body
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    critic = CriticQ(f"http://127.0.0.1:{port}", max_retries=0)
+    assert [asyncio.run(both()), asyncio.run(both())] == [[0.1, 0.2]] * 2
 
 
 @pytest.mark.parametrize(
     ("reply", "error", "message"),
     [
         (pooled([0.1]), MalformedReply, "one value per input: expected indices 0 to 1"),
-        (pooled([], [0.1]), MalformedReply, "must hold a value"),
+        (pooled([], [0.1]), MalformedReply, "must hold one value, or one per token: expected 1 or 5, got 0"),
+        (pooled([0.1] * 4096, [0.1]), MalformedReply, "got 4096"),
         (pooled([[0.1, 0.2]], [0.1]), MalformedReply, "must be scalars"),
+        (pooled([0.1], [0.1], [0.2]), MalformedReply, r"got \[0, 1, 2\]"),
+        (Reply(200, {}, b'{"data": [' + b",".join([b'{"index": 0, "data": [1]}'] * 2) + b"]}"), MalformedReply, "got"),
+        (pooled([0.1], [0.2], value_version=10**30), MalformedReply, "value_version"),
         (Reply(200, {}, b"<html>"), MalformedReply, "must hold pooled values"),
         (Reply(404, {}, b"no"), EndpointError, "404"),
         (ConnectionError("gone"), EndpointError, "gone"),
