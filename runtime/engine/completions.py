@@ -107,20 +107,38 @@ class Completions:
         ask = decode_request(_POOLING, await http.read())
         self._check(ask)
         inputs = [self._encode(entry, "input") for entry in token_id_prompts(ask.input, "input")]
-        self._check_room(len(inputs))
-        asked = [Request(prompt_ids=ids, max_tokens=0, value=True) for ids in inputs]
-        with Generation(self._thread, asked) as generation:
-            envelope = self._envelope("pool")
-            finished = await generation.finished()
+        self._check_room(len(inputs), "inputs", "input")
+        if max(map(len, inputs)) > self._max_context:
+            raise RequestError(
+                f"input must fit the context of {self._max_context} tokens: got {max(map(len, inputs))}; shorten it",
+                param="input",
+                code="context_length_exceeded",
+            )
+        envelope, finished = self._envelope("pool"), await self._values(inputs)
         reply = PoolingReply(
             id=envelope.id,
             created=envelope.created,
             model=envelope.model,
             data=[Pooled(index, [one.value]) for index, one in enumerate(finished) if one.value is not None],
             usage=usage_of(inputs, finished, 1),
-            value_version=min(one.value_version for one in finished),
+            value_version=finished[0].value_version,
         )
         return web.Response(body=_ENCODER.encode(reply), headers=JSON_HEADERS)
+
+    async def _values(self, inputs: Sequence[list[int]]) -> list[Finished]:
+        """Return the values of all inputs under one critic: they are compared with one another.
+
+        Where it was replaced in between, what the old one valued is valued again.
+        """
+        found: dict[int, Finished] = {}
+        old = list(range(len(inputs)))
+        while old:
+            asked = [Request(prompt_ids=inputs[index], max_tokens=0, value=True) for index in old]
+            with Generation(self._thread, asked) as generation:
+                found |= zip(old, await generation.finished(), strict=True)
+            newest = max(one.value_version for one in found.values())
+            old = [index for index, one in found.items() if one.value_version < newest]
+        return [found[index] for index in range(len(inputs))]
 
     # From the wire to the batcher.
 
@@ -204,10 +222,10 @@ class Completions:
             for choice in range(n)
         ]
 
-    def _check_room(self, sequences: int) -> None:
+    def _check_room(self, sequences: int, what: str = "n times prompts", param: str = "n") -> None:
         if sequences > self._max_open:
             raise RequestError(
-                f"n times prompts must be at most {self._max_open}: got {sequences}; split the request", param="n"
+                f"{what} must be at most {self._max_open}: got {sequences}; split the request", param=param
             )
         if self._thread.open + sequences > self._max_open:
             raise overloaded(

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import os
+from typing import Any
 
 import msgspec
 import pytest
@@ -98,6 +99,10 @@ async def test_pooling_gives_the_value_of_every_input(http, server, tokenizer):
     [
         ("/pooling", {"input": []}, 400, "input"),
         ("/pooling", {"input": [10**6]}, 400, "input"),
+        ("/pooling", {"input": [[3] * 1025]}, 400, "input"),
+        ("/pooling", {"input": [[3]] * 9000}, 400, "input"),
+        ("/pooling", {"input": [[3], []]}, 400, "input"),
+        ("/pooling", {"input": [2**70]}, 400, "input"),
         ("/pooling", {"input": "x", "model": "other"}, 404, "model"),
         ("/pooling", {}, 400, "input"),
         ("/v1/chat/completions", {**CHAT, "guidance": {"beta": -1}}, 400, "guidance"),
@@ -134,6 +139,27 @@ async def test_a_new_critic_is_taken_in_flight_and_versions_only_grow(http, serv
     assert (await post(http, server, "/admin/critic", {**body, "value_version": 3}))[0] == 409
     async with http.get(f"http://127.0.0.1:{server.port}/health") as reply:
         assert (await reply.json())["value_version"] == 4
+
+
+async def test_values_of_one_request_are_of_one_critic(http, server, tiny_model, tokenizer, monkeypatch):
+    inputs, new = [[3 + i % 90] for i in range(700)], with_head(tiny_model, 2)  # more than are admitted in one step
+    batcher = server._thread._batcher
+    step = batcher.step
+    steps: list[list[Any]] = []
+
+    def swapping_step():
+        if len(steps) == 1:
+            batcher.swap_critic(new.state_dict(), 4)
+        steps.append(step())
+        return steps[-1]
+
+    monkeypatch.setattr(batcher, "step", swapping_step)
+    status, told = await post(http, server, "/pooling", {"input": inputs})
+    assert (status, told["value_version"]) == (200, 4)
+    assert {report.value_version for done in steps for report in done} == {3, 4}
+    _, again = await post(http, server, "/pooling", {"input": inputs})
+    values = [[entry["data"][0] for entry in reply["data"]] for reply in (told, again)]
+    assert values[0] == pytest.approx(values[1], abs=1e-6)
 
 
 async def test_a_critic_that_cannot_serve_is_refused_and_the_old_one_goes_on(
