@@ -9,6 +9,7 @@ from yarl import URL
 
 from turngate.runtime.deadline import Deadline
 from turngate.runtime.errors import ConfigError, MalformedReply
+from turngate.runtime.urls import shown_url
 
 __all__ = ["HttpTransport", "OpenReply", "Reply", "Transport", "raise_file_limit"]
 
@@ -111,7 +112,7 @@ class HttpTransport:
         raise_file_limit()
 
     def __repr__(self) -> str:
-        return f"<HttpTransport {self._base}>"
+        return f"<HttpTransport {shown_url(self._base)}>"
 
     async def post(self, path: str, body: bytes, *, timeout_s: float) -> Reply:
         """Send JSON and return the whole reply.
