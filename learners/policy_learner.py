@@ -7,6 +7,7 @@ on random parts -> report. `GRPO` and `PPO` say who trains and what each token's
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -35,7 +36,7 @@ from turngate.learners.objective import KLPlace, Objective, Surrogate, UpdateDat
 from turngate.learners.off_policy_choice import OffPolicy, OffPolicyName, require_off_policy_choice
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.panels import PanelInput, compute_panels, watch_rewards
-from turngate.learners.parity import measure_parity, require_parity
+from turngate.learners.parity import measure_parity, measure_rounding, require_parity
 from turngate.learners.policy_model import ModelChoice, ScoringModel, model_source, require_model_choice
 from turngate.learners.policy_state import PolicyState, StepTally, score_tokens
 from turngate.learners.reward_scheme import RewardScheme
@@ -288,7 +289,9 @@ class PolicyLearner(ABC):
         require_fresh(self.off_policy, tokens, version)
         parity = measure_parity(tokens, proximal_N, policy_version=version)
         if self.parity == "error" and parity.tokens and state.parity_batches < self.parity_batches:
-            require_parity(parity, self.parity_tolerance)
+            where = (state.model, tokens, proximal_N, parity.worst_row)
+            rounding = partial(measure_rounding, *where, temperature=self.sampling.temperature)
+            require_parity(parity, self.parity_tolerance, rounding=rounding)
             state.parity_batches += 1
         metrics = sampler_mismatch(tokens, proximal_N, policy_version=version)
         ess_ratio = metrics["ess_token_ratio"] if tokens.policy_tokens else 1.0
