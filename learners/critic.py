@@ -17,7 +17,7 @@ from torch import Tensor
 from turngate.learners.batch import TokenBatch, length_sorted, microbatches, minibatches
 from turngate.learners.checkpoint import read_state, write_state
 from turngate.learners.optimizers import MuonAdamW
-from turngate.learners.policy_model import TrainableModel, with_value_head
+from turngate.learners.policy_model import TrainableModel, mark_value_kind, with_value_head
 from turngate.learners.value_losses import value_bce, value_loss_clipped
 from turngate.learners.voting import critic_handling
 from turngate.runtime.engine.packing import Ints, pack
@@ -223,6 +223,7 @@ class Critic:
 
     def __init__(self, model: TrainableModel, config: CriticConfig, *, seed: int, microbatch_tokens: int) -> None:
         self.model, self.config, self._microbatch_tokens = model, config, microbatch_tokens
+        mark_value_kind(model, config.kind)
         self.reader = ValueReader(model, config, microbatch_tokens)
         self.optimizer = MuonAdamW(model, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
         self.generator = torch.Generator().manual_seed(seed)

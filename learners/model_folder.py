@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turngate.runtime.files import write_atomically
 
-__all__ = ["copy_companions", "quiet", "write_model_folder", "write_weights_file"]
+__all__ = ["beside", "copy_companions", "quiet", "write_model_folder", "write_weights_file"]
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _WRITTEN = {"config.json", "generation_config.json", "adapter_config.json"}
@@ -42,7 +42,7 @@ def write_model_folder(lm: Any, folder: Path, *, untie: bool = False) -> None:
 
     Args: untie: write a head that is tied to the embeddings as a tensor of its own, and say so in the configuration.
     """
-    with _beside(folder) as made:
+    with beside(folder) as made:
         _save_pretrained(lm, made, untie=untie)
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(made.iterdir()):
@@ -53,7 +53,7 @@ def write_weights_file(
     lm: Any, path: Path, metadata: Mapping[str, str], *, dtype: torch.dtype, untie: bool = False
 ) -> None:
     """Write all weights of a causal LM to one safetensors file, whole or not at all, under the names of its folder."""
-    with _beside(path) as made:
+    with beside(path) as made:
         _save_pretrained(lm, made, untie=untie, dtype=dtype, max_shard_size=_ONE_FILE)
         _add_metadata(made / "model.safetensors", made / "described", metadata)
         os.replace(made / "described", path)
@@ -113,7 +113,7 @@ def quiet() -> Generator[None]:
 
 
 @contextmanager
-def _beside(path: Path) -> Generator[Path]:
+def beside(path: Path) -> Generator[Path]:
     """Give an empty folder on the file system of `path`, and remove what is left of it."""
     made = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     made.mkdir(parents=True)

@@ -7,7 +7,7 @@ source (light, picklable) -> load -> model: score, values, parameters, save
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import msgspec
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ __all__ = [
     "ModelSource",
     "ScoringModel",
     "TrainableModel",
+    "mark_value_kind",
     "model_source",
     "require_model_choice",
     "with_value_head",
@@ -165,6 +166,12 @@ def with_value_head(model: PolicyModel) -> PolicyModel:
     headed = PolicyModel(msgspec.structs.replace(model.config, value_head=True))
     headed.load_tensors(headed.state_dict() | model.state_dict())
     return headed
+
+
+def mark_value_kind(model: TrainableModel, kind: Literal["success", "scalar"]) -> None:
+    """Let a model's folder say what its value head puts out, so that whoever serves it reads it right."""
+    if isinstance(model, PolicyModel):
+        model.config = msgspec.structs.replace(model.config, value_kind=kind)
 
 
 def require_model_choice(choice: object) -> None:

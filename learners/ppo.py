@@ -28,7 +28,7 @@ from turngate.learners.critic_replay import CriticReplay
 from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit, observed_returns
 from turngate.learners.panels_credit import turn_gap_panel, valued_turns_panel
 from turngate.learners.policy_learner import PolicyLearner
-from turngate.learners.policy_model import model_source
+from turngate.learners.policy_model import mark_value_kind, model_source
 from turngate.learners.replay import ReplayConfig
 from turngate.learners.turns import ActionTurns, action_turns, kept_trajectories, spread_turns, turn_tokens
 from turngate.learners.value_metrics import (
@@ -152,7 +152,9 @@ class PPO(PolicyLearner):
         if folder is not None:
             self._check_kind(folder / _KIND_FILE)
         super().load(folder)
-        if self.critic.place == "separate":
+        if self.critic.place == "trunk":
+            mark_value_kind(self._loaded.model, self.critic.kind)
+        else:
             model = model_source(self.model).load(None if folder is None else folder / "critic", value_head=True)
             self._critic = Critic(model, self.critic, seed=self.seed + 1, microbatch_tokens=self.microbatch_tokens)
             if self.replay is not None:

@@ -8,7 +8,6 @@ continuations take the place of the one return that was seen.
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,22 +15,23 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from turngate.learners.batch import length_sorted
 from turngate.learners.critic import ValueKind
+from turngate.learners.model_folder import beside
 from turngate.learners.optimizers import MuonAdamW, Schedule
-from turngate.learners.policy_model import ModelChoice, TrainableModel, model_source
-from turngate.learners.turns import RewardsOf, action_turns, recorded_rewards
+from turngate.learners.policy_model import ModelChoice, TrainableModel, mark_value_kind, model_source
+from turngate.learners.turns import RewardsOf, recorded_rewards
 from turngate.learners.value_metrics import brier_score, explained_variance, success_auc
-from turngate.runtime.branching import Branches, TurnBranches
+from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows
+from turngate.runtime.branching import Branches
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.seeds import derive_seed
-from turngate.runtime.types import Segment, Trajectory
+from turngate.runtime.types import Trajectory
 
 __all__ = ["ValueFitConfig", "ValueFitReport", "fit_critic"]
 
@@ -86,7 +86,8 @@ class ValueFitReport(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     held_out: int
     excluded: int
-    """Episodes that say nothing about returns: truncated, failed, or without token ids."""
+    """Episodes that say nothing about returns: truncated, failed, without token ids, with rewards that cannot be told,
+    or whose first action lies beyond the model's context."""
     success: float
     """Share of training episodes with a return above 0."""
     epoch: int
@@ -102,27 +103,10 @@ class ValueFitReport(msgspec.Struct, frozen=True, kw_only=True):
     explained_variance: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One segment with a place to read a value at every sampled token and behind every action."""
-
-    ids_T: NDArray[np.int64]
-    mask_T: NDArray[np.bool_]
-    targets_P: NDArray[np.float32]
-    """What the values are trained towards: returns, or means over continuations."""
-    returns_P: NDArray[np.float32]
-    """What the episode was paid from there on; what the critic is judged by."""
-    is_end_P: NDArray[np.bool_]
-    """Behind an action."""
-    turns_P: NDArray[np.int64]
-    task: str
-    branched: int
-
-
 def fit_critic(
     model: ModelChoice,
     trajectories: Sequence[Trajectory],
-    folder: Path,
+    folder: Path | str,
     *,
     config: ValueFitConfig = ValueFitConfig(),
     rewards: RewardsOf = recorded_rewards,
@@ -132,20 +116,24 @@ def fit_critic(
 
     Only episodes with a terminal end are used: what was cut short has no return yet. Continuations of branches are
     episodes like any others, of which only their own turns train: add them to `trajectories`, if they are to.
+    The folder must be new, and appears once everything is in it, or not at all.
     Args: rewards: what returns are sums of. branches: of some of the trajectories, found by id; where Q or V of a turn
         was estimated, it is the target in place of the return.
-    Raises: LearnerError: too few episodes, returns outside [0, 1] for kind `success`, or a loss that is not finite.
-    ConfigError: branches, which are paid what the environment pays, together with other rewards.
+    Raises: LearnerError: too few episodes, returns outside [0, 1] for kind `success`, ids of another vocabulary, or a
+    loss that is not finite. ConfigError: the folder holds something, or branches, which are paid what the environment
+    pays, come together with other rewards.
     """
     if branches and rewards is not recorded_rewards:
         raise ConfigError("branches must go with the environment's own rewards: got rewards=...; leave one of them out")
+    folder = _new_folder(folder)
     usable = [t for t in trajectories if t.end.is_terminal and t.trainable and t.policy_tokens]
-    found = _by_trajectory(branches, usable)
+    found = branches_by_trajectory(branches, usable)
     source = model_source(model)
     critic = _deepened(source.load(None, value_head=True), config.extra_layers, config.seed)
-    context = critic.config.max_context
-    rows = [[_row(s, t, rewards, found.get(t.id), config, context) for s in t.segments] for t in usable]
-    train, held = _split([[row for row in own if row is not None] for own in rows], config)
+    mark_value_kind(critic, config.kind)
+    reader = Reader(config.kind, critic.config.max_context, critic.config.vocab_size)
+    rows = [episode_rows(t, reader, rewards=rewards, branches=found.get(t.id)) for t in usable]
+    train, held = _split(rows, config)
     optimizer = MuonAdamW(critic, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
     steps = config.epochs * math.ceil(len(train) / config.batch_trajectories)
     schedule = msgspec.structs.replace(config.schedule, total_updates=steps)
@@ -169,9 +157,19 @@ def fit_critic(
         if losses[-1] == min(losses):
             best = {name: tensor.detach().clone() for name, tensor in critic.state_dict().items()}
     critic.load_state_dict(best)
-    critic.save(folder)
-    source.copy_companions(folder)
-    return _report(critic, train, held, losses, len(trajectories) - len(usable), config)
+    with beside(folder) as made:
+        critic.save(made)
+        source.copy_companions(made)
+        made.rename(folder)
+    return _report(critic, train, held, losses, len(trajectories) - len(train) - len(held), config)
+
+
+def _new_folder(folder: Path | str) -> Path:
+    """Return the folder to write to. Raises: ConfigError: there is something, such as the policy itself."""
+    folder = Path(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"a critic's folder must be new: {folder} holds something; remove it, or choose another")
+    return folder
 
 
 def _deepened(model: TrainableModel, extra: int, seed: int) -> TrainableModel:
@@ -184,87 +182,7 @@ def _deepened(model: TrainableModel, extra: int, seed: int) -> TrainableModel:
     return deeper
 
 
-def _by_trajectory(branches: Sequence[Branches], trajectories: Sequence[Trajectory]) -> dict[str, Branches]:
-    """Return the branches by the id of their trajectory. Raises: LearnerError: two trajectories have that id."""
-    found: dict[str, Branches] = {}
-    for one in branches:
-        name, other = one.trajectory.id, found.get(one.trajectory.id, one)
-        found[name] = Branches(trajectory=one.trajectory, q=other.q | one.q, v=other.v | one.v)
-    counts = Counter(t.id for t in trajectories)
-    if shared := [name for name in found if counts[name] > 1]:
-        raise LearnerError(
-            f"trajectories must have ids of their own to be matched with branches: got {counts[shared[0]]} called "
-            f"{shared[0]}; give rollouts a trajectory_id"
-        )
-    return found
-
-
-def _row(
-    segment: Segment,
-    trajectory: Trajectory,
-    rewards: RewardsOf,
-    branches: Branches | None,
-    config: ValueFitConfig,
-    max_context: int,
-) -> _Row | None:
-    generated_T = np.frombuffer(segment.policy_mask, np.uint8) != 0
-    if not generated_T.any():
-        return None
-    turns = action_turns(trajectory, rewards(trajectory))
-    to_go_T = turns.rewards_T.flip(0).cumsum(0).flip(0).tolist()
-    returns = dict(zip(turns.turns, to_go_T, strict=True))
-    ids_T = np.append(np.frombuffer(segment.token_ids, np.int32).astype(np.int64), 0)
-    turns_T = np.append(np.frombuffer(segment.turn_ids, np.int32).astype(np.int64), -1)
-    sampled_T = np.append(generated_T, False)
-    end_T = np.zeros_like(sampled_T)
-    end_T[1:] = sampled_T[:-1] & ((~sampled_T[1:]) | (turns_T[1:] != turns_T[:-1]))
-    mask_T = (sampled_T | end_T)[:max_context]
-    at_P = np.flatnonzero(mask_T)
-    # A place behind an action belongs to it; where the next action follows at once, to that one's first token.
-    own_P = np.where(sampled_T[at_P], turns_T[at_P], turns_T[at_P - 1])
-    if not len(at_P):
-        return None  # the model's context ends before the first action
-    returns_P = np.array([returns[int(turn)] for turn in own_P], np.float32)
-    is_end_P = end_T[at_P] & ~sampled_T[at_P]
-    targets_P, branched = _branched(returns_P, own_P, branches)
-    for values_P in (returns_P, targets_P):
-        if config.kind == "success" and not ((values_P >= 0) & (values_P <= 1)).all():
-            raise LearnerError(
-                f"returns must lie in [0, 1] for kind success: got {values_P.min()} to {values_P.max()} (trajectory "
-                f"{trajectory.id}); use kind='scalar', or rewards=... that pay an outcome"
-            )
-    last = int(at_P[-1]) + 1
-    return _Row(ids_T[:last], mask_T[:last], targets_P, returns_P, is_end_P, own_P, trajectory.task.id, branched)
-
-
-def _branched(
-    returns_P: NDArray[np.float32], turns_P: NDArray[np.int64], branches: Branches | None
-) -> tuple[NDArray[np.float32], int]:
-    """Return the targets, and how many turns have some from branches.
-
-    V of a turn stands before its first token. Q stands behind the action, and is an unbiased target of every prefix
-    of it as well: the rest of the action is one draw of what the policy says there.
-    """
-    if branches is None:
-        return returns_P, 0
-    targets_P, branched = returns_P.copy(), 0
-    for turn in np.unique(turns_P):
-        at = np.flatnonzero(turns_P == turn)
-        q, v = (_mean(side.get(int(turn))) for side in (branches.q, branches.v))
-        if q is not None:
-            targets_P[at] = q
-        if v is not None:
-            targets_P[at[0]] = v
-        branched += q is not None or v is not None
-    return targets_P, branched
-
-
-def _mean(found: TurnBranches | None) -> float | None:
-    """Return the mean over continuations; None when none of them came to an end."""
-    return None if found is None or not found.estimate.count else found.estimate.mean
-
-
-def _split(rows: list[list[_Row]], config: ValueFitConfig) -> tuple[list[list[_Row]], list[list[_Row]]]:
+def _split(rows: list[list[FitRow]], config: ValueFitConfig) -> tuple[list[list[FitRow]], list[list[FitRow]]]:
     """Part the episodes by task, so that no task is on both sides."""
     found = [own for own in rows if own]
     share = {own[0].task: derive_seed(config.seed, "held out", own[0].task) / 2**63 for own in found}
@@ -279,7 +197,7 @@ def _split(rows: list[list[_Row]], config: ValueFitConfig) -> tuple[list[list[_R
 
 
 def _step(
-    critic: TrainableModel, rows: Sequence[_Row], optimizer: MuonAdamW, config: ValueFitConfig, factor: float
+    critic: TrainableModel, rows: Sequence[FitRow], optimizer: MuonAdamW, config: ValueFitConfig, factor: float
 ) -> None:
     optimizer.zero_grad()
     count = float(_weights(rows, config).sum())
@@ -296,18 +214,18 @@ def _step(
     optimizer.step(factor)
 
 
-def _outputs(critic: TrainableModel, rows: Sequence[_Row]) -> Tensor:
+def _outputs(critic: TrainableModel, rows: Sequence[FitRow]) -> Tensor:
     outputs = critic.values(pack([row.ids_T for row in rows], [row.mask_T for row in rows]))
     if outputs is None:
         raise LearnerError("the critic's model must have a value head: it has none")
     return outputs
 
 
-def _targets(rows: Sequence[_Row]) -> Tensor:
+def _targets(rows: Sequence[FitRow]) -> Tensor:
     return torch.from_numpy(np.concatenate([row.targets_P for row in rows]))
 
 
-def _weights(rows: Sequence[_Row], config: ValueFitConfig) -> Tensor:
+def _weights(rows: Sequence[FitRow], config: ValueFitConfig) -> Tensor:
     is_end = torch.from_numpy(np.concatenate([row.is_end_P for row in rows]))
     return torch.where(is_end, config.action_weight, 1.0)
 
@@ -319,7 +237,7 @@ def _loss(outputs: Tensor, targets: Tensor, config: ValueFitConfig) -> Tensor:
 
 
 @torch.no_grad()
-def _read(critic: TrainableModel, rows: Sequence[_Row], config: ValueFitConfig) -> Tensor:
+def _read(critic: TrainableModel, rows: Sequence[FitRow], config: ValueFitConfig) -> Tensor:
     """Return what the head puts out at every place of all rows, in their order."""
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
@@ -331,8 +249,8 @@ def _read(critic: TrainableModel, rows: Sequence[_Row], config: ValueFitConfig) 
 
 def _report(
     critic: TrainableModel,
-    train: Sequence[Sequence[_Row]],
-    held: Sequence[Sequence[_Row]],
+    train: Sequence[Sequence[FitRow]],
+    held: Sequence[Sequence[FitRow]],
     losses: Sequence[float],
     excluded: int,
     config: ValueFitConfig,

@@ -52,7 +52,7 @@ class Batcher:
         *,
         policy_version: int = 0,
         critic: PolicyModel | None = None,
-        value_kind: ValueKind = "success",
+        value_kind: ValueKind | None = None,
         value_version: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -28,8 +28,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights the engine starts with."""
     critic: str | None = None
     """Folder of a model with a value head, to read values off; None reads them off the served model's own head."""
-    value_kind: Literal["success", "scalar"] = "success"
-    """What the head puts out: the logit of a success probability, or the value itself."""
+    value_kind: Literal["success", "scalar"] | None = None
+    """What the head puts out: the logit of a success probability, or the value itself. None takes the word of the
+    model's config."""
     value_version: int = 0
     """Version of the critic the engine starts with."""
     max_running: int = 128
@@ -61,7 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("policy_version", "value_version"):
             if not 0 <= getattr(self, name) <= MAX_POLICY_VERSION:
                 raise ConfigError(f"{name} must be in [0, {MAX_POLICY_VERSION}]: got {getattr(self, name)}")
-        if self.value_kind not in ("success", "scalar"):
+        if self.value_kind not in (None, "success", "scalar"):
             raise ConfigError(f"value_kind must be success or scalar: got {self.value_kind!r}")
         if self.api_key == "":
             raise ConfigError("api_key must not be empty: got ''; use None to serve without one")

@@ -85,7 +85,7 @@ class Engine:
         on_update: Literal["recompute", "keep"] = "recompute",
         seed: int | None = None,
         critic: Path | str | None = None,
-        value_kind: Literal["success", "scalar"] = "success",
+        value_kind: Literal["success", "scalar"] | None = None,
         value_version: int = 0,
         start_timeout_s: float = 60.0,
     ) -> "Engine":

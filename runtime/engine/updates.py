@@ -10,9 +10,9 @@ import torch
 
 from turngate.runtime.engine.batcher import Batcher
 from turngate.runtime.engine.generation import server_error
-from turngate.runtime.engine.model import WEIGHTS_FILE, PolicyModel
+from turngate.runtime.engine.model import CONFIG_FILE, WEIGHTS_FILE, PolicyModel
 from turngate.runtime.engine.model_thread import ModelThread
-from turngate.runtime.errors import EndpointError, PublishError
+from turngate.runtime.errors import ConfigError, EndpointError, PublishError
 from turngate.runtime.openai_api.refusals import RequestError
 
 __all__ = ["WeightUpdates"]
@@ -101,11 +101,26 @@ class WeightUpdates:
         """Return weights that fit the model and work. Raises: PublishError: they do not."""
         try:
             file = path / WEIGHTS_FILE if path.is_dir() else path
+            if file is not path and (path / CONFIG_FILE).exists():
+                self._check_config(path)
         except (OSError, ValueError) as error:  # a path that no file system knows: too long, a NUL inside
             raise PublishError(f"weights must have a path that exists: {error}") from error
         self._trial.load_weights(file)
         self._trial.check_overflow(where=str(file))
         return {name: tensor.clone() for name, tensor in self._trial.state_dict().items()}
+
+    def _check_config(self, folder: Path) -> None:
+        """Refuse a model whose tensors have these shapes and another meaning."""
+        try:
+            given, own = PolicyModel.read_config(folder), self._model.config
+        except ConfigError as error:
+            raise PublishError(str(error)) from error
+        for name in ("rope_base", *(["value_kind"] if own.value_head else [])):
+            if getattr(given, name) != getattr(own, name):
+                raise PublishError(
+                    f"weights must be of the served model's {name}: expected {getattr(own, name)}, got "
+                    f"{getattr(given, name)} ({folder}); start another engine with that model"
+                )
 
     def _is_served(self, _: Batcher, state: dict[str, torch.Tensor]) -> bool:
         own = self._model.state_dict()

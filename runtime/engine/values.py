@@ -7,6 +7,7 @@ same tokens as the policy's wherever values are wanted.
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,13 +31,14 @@ class Values:
         policy: CachedRows,
         critic: PolicyModel | None,
         *,
-        kind: ValueKind,
+        kind: ValueKind | None,
         rows: int,
         max_cached_tokens: int,
         version: int = 0,
     ) -> None:
         """Read values off `critic`, or off the policy's own head when None.
 
+        Args: kind: of what the head puts out; None takes the word of the model's config.
         Raises: ConfigError: the critic has no value head, overflows, or does not fit the policy.
         """
         self.rows = policy if critic is None else CachedRows(_checked(critic, policy), rows, max_cached_tokens)
@@ -46,7 +48,10 @@ class Values:
             _check_overflow(self.rows.engine.model)
         self.version = version
         """Of the critic; a head on the policy's trunk has the policy's."""
-        self._kind = kind
+        model = self.rows.engine.model
+        if kind is not None:
+            model.config = msgspec.structs.replace(model.config, value_kind=kind)
+        self._kind = model.config.value_kind
         self._prefix = np.zeros(rows, dtype=np.float64)
 
     def read(self, hidden_M: Tensor) -> Tensor:

@@ -93,6 +93,12 @@ def test_a_checkpoint_whose_head_says_something_else_is_refused(folder: Path, tm
         other.load(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize(("place", "part"), [("separate", "critic"), ("trunk", "model")])
+def test_a_checkpoints_model_says_what_its_head_puts_out(folder: Path, tmp_path: Path, place: Any, part: str) -> None:
+    learner(folder, critic=CriticConfig(place=place, kind="scalar")).save(tmp_path / "checkpoint")
+    assert PolicyModel.read_config(tmp_path / "checkpoint" / part).value_kind == "scalar"
+
+
 def test_published_weights_fit_the_model_that_is_served(lab: Any, folder: Path, tmp_path: Path) -> None:
     ppo = learner(folder, critic=CriticConfig(place="trunk"))
     ppo.save_weights(tmp_path / "weights.safetensors")

@@ -11,15 +11,16 @@ import torch
 
 from tests.learners.tiny_transformers import make_folder
 from turngate.envs.base import End, Task
-from turngate.learners import value_fit
+from turngate.learners import policy_model, value_fit
 from turngate.learners.huggingface import HuggingFaceModel
 from turngate.learners.policy_model import model_source
 from turngate.learners.turns import recorded_rewards
 from turngate.learners.value_fit import ValueFitConfig, fit_critic
+from turngate.learners.value_rows import FitRow, Reader, episode_rows
 from turngate.runtime.branching import Branches, TurnBranches
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
-from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.errors import ConfigError, LearnerError, RecordError
 from turngate.runtime.monte_carlo import estimate
 from turngate.runtime.types import RestartedFrom, Segment, Trajectory, Turn
 
@@ -49,10 +50,14 @@ def episode(segments: Sequence[Segment], rewards: Sequence[float], **fields: Any
     return Trajectory(turns=tuple(turns), segments=tuple(segments), **settings)
 
 
+def rows_of(trajectory: Trajectory, *, kind: Any = "scalar", context: int = 128, **options: Any) -> list[FitRow]:
+    return episode_rows(trajectory, Reader(kind, context, 128), rewards=recorded_rewards, **options)
+
+
 def places(trajectory: Trajectory, number: int = 0, branches: Branches | None = None, context: int = 128) -> Any:
     """Return (positions, targets, whether behind an action, turns) of one segment."""
-    row = value_fit._row(trajectory.segments[number], trajectory, recorded_rewards, branches, SCALAR, context)
-    assert row is not None
+    rows = rows_of(trajectory, branches=branches, context=context)
+    row = next(row for row in rows if set(row.turns_P) <= set(trajectory.segments[number].turn_values()))
     at = row.mask_T.nonzero()[0].tolist()
     return at, row.targets_P.tolist(), row.is_end_P.tolist(), row.turns_P.tolist()
 
@@ -79,7 +84,7 @@ def test_each_segment_has_the_targets_of_its_own_turns() -> None:
     made = episode([segment((None, 2), (0, 1)), segment((None, 3), (1, 2))], [0.5, 2.0])
     assert places(made, 0)[1] == [2.5, 2.5]
     assert places(made, 1)[1] == [2.0, 2.0, 2.0]
-    assert value_fit._row(segment((None, 4)), made, recorded_rewards, None, SCALAR, 128) is None
+    assert len(rows_of(episode([segment((None, 2), (0, 1)), segment((None, 4))], [0.5]))) == 1
 
 
 def test_a_restarted_episode_has_targets_for_its_own_turns_alone() -> None:
@@ -94,7 +99,7 @@ def test_a_restarted_episode_has_targets_for_its_own_turns_alone() -> None:
 def test_what_does_not_fit_the_context_is_left_out() -> None:
     made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.25, 1.0])
     assert places(made, context=6)[0] == [2, 3, 4, 5]
-    assert value_fit._row(made.segments[0], made, recorded_rewards, None, SCALAR, 2) is None
+    assert rows_of(made, context=2) == []
 
 
 # --- targets from branches
@@ -181,8 +186,8 @@ def test_a_critic_that_can_learn_does(folder: Path, tmp_path: Path) -> None:
     critic = PolicyModel.load(tmp_path / "critic")
     assert critic.value_head is not None
     assert (tmp_path / "critic" / "tokenizer.json").exists()  # it can be served
-    rows = [value_fit._row(t.segments[0], t, recorded_rewards, None, FAST, 128) for t in episodes]
-    values = value_fit._read(critic, [row for row in rows if row is not None], FAST).sigmoid().reshape(-1, 2)
+    rows = [row for t in episodes for row in rows_of(t)]
+    values = value_fit._read(critic, rows, FAST).sigmoid().reshape(-1, 2)
     wins = torch.tensor([t.reward > 0 for t in episodes])
     assert float(values[wins, 1].min()) > 0.7 > 0.3 > float(values[~wins, 1].max())  # Q knows the action
     assert float((values[:, 0] - 0.5).abs().max()) < 0.35  # V before it does not
@@ -207,8 +212,7 @@ def test_critics_of_any_depth_are_written_as_models_of_that_depth(folder: Path, 
 
 def test_places_behind_actions_may_weigh_more() -> None:
     made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.0, 1.0])
-    row = value_fit._row(made.segments[0], made, recorded_rewards, None, SCALAR, 128)
-    assert row is not None
+    (row,) = rows_of(made)
     weights = value_fit._weights([row], ValueFitConfig(action_weight=5.0)).tolist()
     assert weights == [1.0, 1.0, 5.0, 1.0, 1.0, 5.0]
 
@@ -223,6 +227,12 @@ def test_a_scalar_critic_learns_returns_beyond_one(folder: Path, tmp_path: Path)
     assert report.brier is None
 
 
+def paid_nan(trajectory: Trajectory) -> Trajectory:
+    """Return the episode with a reward that nobody can tell."""
+    turns = (msgspec.structs.replace(trajectory.turns[0], rewards={"outcome": math.nan}),)
+    return msgspec.structs.replace(trajectory, id="unknown", turns=turns)
+
+
 def scaled(turn: Turn, factor: float) -> Turn:
     return msgspec.structs.replace(turn, rewards={name: factor * r for name, r in turn.rewards.items()})
 
@@ -234,8 +244,7 @@ def fast(**changes: Any) -> ValueFitConfig:
 
 
 def test_no_task_is_on_both_sides_and_the_seed_decides() -> None:
-    rows = [[value_fit._row(t.segments[0], t, recorded_rewards, None, SCALAR, 128)] for t in toy(200)]
-    known = [[row for row in own if row is not None] for own in rows]
+    known = [rows_of(t) for t in toy(200)]
     train, held = value_fit._split(known, SCALAR)
     tasks = [{own[0].task for own in side} for side in (train, held)]
     assert not tasks[0] & tasks[1]
@@ -253,8 +262,7 @@ def test_the_best_epoch_is_kept(folder: Path, tmp_path: Path) -> None:
     assert report.epoch == report.losses.index(best) + 1 < 8
     assert best < report.losses[-1]
     critic = model_source(tmp_path / "critic").load(None, value_head=True)
-    rows = [[value_fit._row(t.segments[0], t, recorded_rewards, None, config, 128)] for t in episodes]
-    _, held = value_fit._split([[row for row in own if row is not None] for own in rows], config)
+    _, held = value_fit._split([rows_of(t) for t in episodes], config)
     flat = [row for own in held for row in own]
     loss = value_fit._loss(value_fit._read(critic, flat, config), value_fit._targets(flat), config).mean()
     assert float(loss) == pytest.approx(best, abs=1e-5)
@@ -265,9 +273,76 @@ def test_episodes_without_a_return_or_ids_are_left_out_and_counted(folder: Path,
     cut = msgspec.structs.replace(episodes[0], id="cut", end=End.turn_limit)
     failed = msgspec.structs.replace(episodes[0], id="failed", end=End.env_error)
     blind = msgspec.structs.replace(episodes[0], id="blind", trainable=False)
-    report = fit_critic(folder, [*episodes, cut, failed, blind], tmp_path / "c", config=fast(epochs=1))
-    assert report.excluded == 3
+    late = Segment.of([1] * 200 + [3], [0] * 200 + [1], [0.0] * 201, [-1] * 200 + [0], [-1] * 200 + [0])
+    beyond = episode([late], [1.0], id="beyond", task=Task("task0"))
+    odd = [cut, failed, blind, paid_nan(episodes[0]), beyond]
+    report = fit_critic(folder, [*episodes, *odd], tmp_path / "c", config=fast(epochs=1))
+    assert report.excluded == 5
     assert report.episodes + report.held_out == 40
+
+
+def test_what_the_model_cannot_read_is_told_with_the_episode(folder: Path, tmp_path: Path) -> None:
+    foreign = episode([Segment.of([1, 99, 3], [0, 0, 1], [0, 0, -0.7], [-1, -1, 0], [-1, -1, 0])], [1.0], id="foreign")
+    with pytest.raises(LearnerError, match=r"model's own vocabulary: expected ids in \[0, 24\), got 0 to 99.*foreign"):
+        fit_critic(folder, [*toy(8), foreign], tmp_path / "c")
+    sampled = episode([Segment.of([3], [1], [-0.7], [0], [0])], [1.0], id="sampled")
+    with pytest.raises(RecordError, match=r"first token of a segment must be context.*sampled"):
+        fit_critic(folder, [*toy(8), sampled], tmp_path / "c")
+    rich = [msgspec.structs.replace(t, turns=(scaled(t.turns[0], 1e300),)) for t in toy(40)]
+    with pytest.raises(LearnerError, match="returns must fit a float32"):
+        fit_critic(folder, rich, tmp_path / "c", config=SCALAR)
+
+
+def test_a_folder_that_holds_something_is_never_written_to(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for taken in (folder, tmp_path / "notes", tmp_path / "notes" / "mine.txt"):  # the policy itself, for one
+        with pytest.raises(ConfigError, match="a critic's folder must be new"):
+            fit_critic(folder, toy(40), taken, config=fast(epochs=1))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    (tmp_path / "empty").mkdir()
+    fit_critic(folder, toy(40), str(tmp_path / "empty"), config=fast(epochs=1))
+    assert PolicyModel.load(tmp_path / "empty").value_head is not None
+
+
+def test_a_critic_that_cannot_be_written_whole_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+    def full(*_: object) -> None:
+        assert not (tmp_path / "made" / "critic").exists()  # what a process killed here would leave
+        raise OSError("no space left")
+
+    monkeypatch.setattr(policy_model, "write_atomically", full)
+    with pytest.raises(OSError, match="no space left"):
+        fit_critic(folder, toy(40), tmp_path / "made" / "critic", config=fast(epochs=1))
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["success", "scalar"])
+def test_the_folder_says_what_the_head_puts_out(folder: Path, tmp_path: Path, kind: Any) -> None:
+    fit_critic(folder, toy(40), tmp_path / "c", config=fast(epochs=1, kind=kind))
+    assert PolicyModel.read_config(tmp_path / "c").value_kind == kind
+
+
+def test_equal_seeds_write_equal_critics(folder: Path, tmp_path: Path) -> None:
+    for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
+        fit_critic(folder, toy(40), tmp_path / name, config=fast(epochs=2, seed=seed))
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+@pytest.mark.parametrize("paid", [0.0, 1.0])
+def test_episodes_that_all_end_alike_make_a_critic_without_a_ranking(folder: Path, tmp_path: Path, paid: float) -> None:
+    alike = [
+        msgspec.structs.replace(t, turns=(msgspec.structs.replace(t.turns[0], rewards={"o": paid}),)) for t in toy(40)
+    ]
+    report = fit_critic(folder, alike, tmp_path / "c", config=FAST)
+    assert (report.auc, report.auc_by_turn, report.explained_variance, report.success) == (None, {}, None, paid)
+    assert report.brier is not None
+    assert report.brier < 0.1
 
 
 def test_one_task_is_too_little(folder: Path, tmp_path: Path) -> None:
@@ -304,6 +379,5 @@ def test_a_model_of_transformers_can_be_the_critic(tmp_path: Path) -> None:
     assert report.auc is not None
     assert report.auc > 0.9
     again = HuggingFaceModel(tmp_path / "critic").load(tmp_path / "critic", value_head=True)
-    rows = [value_fit._row(t.segments[0], t, recorded_rewards, None, FAST, 128) for t in toy(8)]
-    values = value_fit._read(again, [row for row in rows if row is not None], FAST)
+    values = value_fit._read(again, [row for t in toy(8) for row in rows_of(t)], FAST)
     assert float(values.std()) > 0.1  # the head came along

@@ -290,6 +290,18 @@ def test_scalar_values_are_not_squashed():
     assert done.value == pytest.approx(math.log(probability / (1 - probability)), abs=1e-4)
 
 
+def test_the_models_config_says_what_its_head_puts_out_unless_somebody_knows_better():
+    critic = make_model(2, value_head=True)
+    probability = value_of(critic, list(PROMPT))
+    logit = math.log(probability / (1 - probability))
+    critic.config = msgspec.structs.replace(critic.config, value_kind="scalar")
+    kinds: list[tuple[Any, float]] = [(None, logit), ("scalar", logit), ("success", probability)]
+    for kind, expected in kinds:
+        batcher = Batcher(make_model(1), TOKENIZER, critic=copy.deepcopy(critic), value_kind=kind)
+        (done,) = run(batcher, Request(prompt_ids=PROMPT, value=True, max_tokens=0))
+        assert done.value == pytest.approx(expected, abs=1e-4)
+
+
 # New weights.
 
 

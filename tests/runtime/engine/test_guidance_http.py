@@ -181,6 +181,9 @@ async def test_a_critic_that_cannot_serve_is_refused_and_the_old_one_goes_on(
     broken["wider"] = tmp_path / "wider.safetensors"
     wider = PolicyModel(msgspec.structs.replace(critic.config, width=2 * critic.config.width))
     wider.save_weights(broken["wider"], value_head=True)
+    for name, other in {"value_kind": "scalar", "rope_base": 10.0}.items():
+        broken[name] = tmp_path / name
+        PolicyModel(msgspec.structs.replace(critic.config, **{name: other})).save(broken[name])
     broken |= {"missing": tmp_path / "nowhere", "folder": tmp_path, "pipe": tmp_path / "pipe"}
     os.mkfifo(broken["pipe"])
     ask = {**CHAT, "guidance": {"beta": 5.0}, "n": 4, "max_tokens": 40}
@@ -189,6 +192,8 @@ async def test_a_critic_that_cannot_serve_is_refused_and_the_old_one_goes_on(
     swaps = [{"path": str(path), "value_version": 9} for path in broken.values()]
     refused = await asyncio.gather(*(post(http, server, "/admin/critic", swap) for swap in swaps))
     assert [(status, told["error"]["param"]) for status, told in refused] == [(400, "path")] * len(broken)
+    kind = refused[list(broken).index("value_kind")][1]["error"]["message"]
+    assert "must be of the served model's value_kind: expected success, got scalar" in kind
     for status, told in await replies:
         assert (status, told["value_version"]) == (200, 3)
         assert [one["token_ids"] for one in told["choices"]] == [one["token_ids"] for one in before]
