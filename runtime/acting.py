@@ -1,6 +1,7 @@
 """How the turns of an episode are chosen: by the policy, by a guided one, or by what is injected."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from turngate.envs.base import Snapshot, Task, ToolSpec
 from turngate.runtime.base_draw import BaseDraw
@@ -12,7 +13,9 @@ from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.guidance import DecisionPoint, Guidance
 from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
+from turngate.runtime.recorded_chat import RecordedChat
 from turngate.runtime.seeds import derive_seed
+from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.types import Completion, Message, Sampling
 
 __all__ = ["Acting", "Sampled"]
@@ -83,15 +86,16 @@ class Acting:
         history: Sequence[Message],
         *,
         policy_tokens: int = 0,
+        saved: Snapshot | None = None,
     ) -> Sampled:
         """Return the action of a turn, whoever chooses it.
 
         Args: shown: what the model sees. history: all messages of the episode, for value functions. policy_tokens:
-            generated so far, likewise.
+            generated so far, likewise. saved: the environment's state, where it was taken for the record anyway.
         Raises: EndpointError, as of `Endpoint.complete`. ToolError: the injection failed.
         """
         injection, guidance = self._injection, self._guidance
-        if injection is not None and injection.is_due(self._seed, turn, self._injected):
+        if injection is not None and self.injects(turn):
             return await self._inject(injection, shown, turn)
         if guidance is None:
             return await self.sample(shown, sampling, turn)
@@ -107,11 +111,20 @@ class Acting:
             seed=derive_seed(self._seed, "sampler", turn),
             policy_version=self._endpoint.policy_version,
             policy_tokens=policy_tokens,
-            snapshot=self._snapshot if self._env.has_snapshots else None,
+            snapshot=partial(self._snapshot, saved) if self._env.has_snapshots else None,
         )
         chosen = await guidance.choose(draw, point)
         draw.keep(chosen)
         return Sampled(chosen, self._now() - asked_s)
+
+    def injects(self, turn: int) -> bool:
+        """Return whether something other than the policy acts in this turn."""
+        return self._injection is not None and self._injection.is_due(self._seed, turn, self._injected)
+
+    def recall(self, chat: RecordedChat) -> None:
+        """Go on from the ids of a recorded chat, where chats are rendered here; the tools must be known by now."""
+        if isinstance(self._conversation, TokenConversation):
+            self._conversation.recall(chat, self.tools)
 
     async def sample(self, shown: Sequence[Message], sampling: Sampling, turn: int) -> Sampled:
         """Return an action of the policy itself. Raises as `act` does."""
@@ -122,7 +135,9 @@ class Acting:
         )
         return Sampled(completion, self._now() - asked_s)
 
-    async def _snapshot(self) -> Snapshot:
+    async def _snapshot(self, saved: Snapshot | None) -> Snapshot:
+        if saved is not None:
+            return saved
         snapshot = await self._env.snapshot()
         self._waits.wait_for("completion")  # the decision goes on, within the turn's time and not the tool's
         return snapshot

@@ -8,13 +8,13 @@ outcome are cheaper where executing an action is dear, and they tell the luck of
 
 from collections.abc import Iterable
 
-import anyio
 import msgspec
 
 from turngate.envs.base import Action, EnvFactory
 from turngate.runtime.branch_budget import BranchLedger
-from turngate.runtime.branching import BRANCH_PRIORITY, Bootstrap, branch_point, play_on, spend, worth_of
+from turngate.runtime.branching import branch_point, wanted_turns
 from turngate.runtime.closing import close_env
+from turngate.runtime.continuation import Bootstrap, Player, side_by_side
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.monte_carlo import OutcomeSplit, split_by_outcome
 from turngate.runtime.restarts import RestartPoint
@@ -22,7 +22,6 @@ from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Trajectory
-from turngate.runtime.unwrap import single_errors
 
 __all__ = ["OutcomeBranches", "branch_outcomes"]
 
@@ -65,108 +64,82 @@ async def branch_outcomes(
     """
     if outcomes < 1 or continuations < 1:
         raise ConfigError(f"outcomes and continuations must be 1 or more: got {outcomes} and {continuations}")
-    wanted = [turn.index for turn in trajectory.turns] if turns is None else list(turns)
-    points = {turn: branch_point(trajectory, turn) for turn in wanted}
+    wanted = wanted_turns(trajectory, turns)
+    points = {turn: branch_point(trajectory, turn, with_action=True) for turn in wanted}
     if outcomes == 1 and continuations > 1 and not await _is_deterministic(env, runtime):
         raise ConfigError(
             "one outcome may be shared only where steps have no luck: the environment does not declare "
             "deterministic_step = True; ask for outcomes=2 or more"
         )
     ledger = ledger if ledger is not None else BranchLedger()
-    player = _OutcomePlayer(runtime, env, ledger, slots or runtime.slots, gamma, bootstrap)
+    player = Player(runtime, env, ledger=ledger, slots=slots or runtime.slots, gamma=gamma, bootstrap=bootstrap)
     actions = {turn.index: Action(turn.text, turn.tool_calls) for turn in trajectory.turns}
     found: dict[int, OutcomeBranches] = {}
 
     async def run_one(turn: int) -> None:
         root = derive_seed(seed, "outcomes", trajectory.id, turn)
-        played = [_Outcome() for _ in range(outcomes)]
-        async with anyio.create_task_group() as tg:
-            for index, outcome in enumerate(played):
-                tg.start_soon(
-                    player.run, outcome, points[turn], actions[turn], derive_seed(root, "outcome", index), continuations
-                )
+        played = [_Outcome(player, gamma) for _ in range(outcomes)]
+
+        async def run(index: int) -> None:
+            await played[index].run(points[turn], actions[turn], derive_seed(root, "outcome", index), continuations)
+
+        await side_by_side(range(outcomes), run, at_once=player.slots.total)
         found[turn] = _summary(turn, played)
 
-    with single_errors():
-        async with anyio.create_task_group() as tg:
-            for turn in wanted:
-                tg.start_soon(run_one, turn)
+    await side_by_side(wanted, run_one, at_once=max(len(wanted), 1))
     return dict(sorted(found.items()))
 
 
 class _Outcome:
-    """One execution of the action. Mutable state: all of it."""
+    """One execution of the action, and what follows it. Mutable state: all of it but the parts it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, player: Player, gamma: float) -> None:
+        self._player, self._gamma = player, gamma
         self.trajectories: dict[int, Trajectory] = {}  # by continuation
         self.returns: list[float] = []
         self.is_final = False  # the action ended the episode
         self.refused = 0
 
-
-class _OutcomePlayer:
-    """Plays outcomes and their continuations within a ledger and in slots."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        env: EnvFactory,
-        ledger: BranchLedger,
-        slots: Slots,
-        gamma: float,
-        bootstrap: Bootstrap | None,
-    ) -> None:
-        self._runtime, self._env, self._ledger, self._slots = runtime, env, ledger, slots
-        self._gamma, self._bootstrap = gamma, bootstrap
-
-    async def run(self, outcome: _Outcome, point: RestartPoint, action: Action, root: int, count: int) -> None:
+    async def run(self, point: RestartPoint, action: Action, root: int, count: int) -> None:
         """Execute the action and play on `count` times from where that led to."""
-        first = await self._play(outcome, 0, point, action, root)
+        first = await self._play(0, point, action, root)
         if first is None or first.end.is_failure:
-            outcome.refused += count - 1 if first is None else 0
+            self.refused += count - 1 if first is None else 0
             return
-        await self._count(outcome, first, 0.0, 1.0)
+        self.returns.append(await self._player.worth(first))
         if len(first.turns) == 1:
-            outcome.is_final = first.end.is_terminal
+            self.is_final = first.end.is_terminal
             return
-        after = branch_point(first, first.turns[1].index)
-        after = msgspec.structs.replace(after, policy_tokens=point.policy_tokens + after.policy_tokens)
-        size = len(after.snapshot.data)
-        if not self._ledger.hold(size):
-            outcome.refused += count - 1
+        after, paid = branch_point(first, first.turns[1].index), first.turns[0].reward
+        ledger, size = self._player.ledger, len(after.snapshot.data)
+        if not ledger.hold(size):
+            self.refused += count - 1
             return
 
         async def go_on(index: int) -> None:
-            played = await self._play(outcome, index, after, None, derive_seed(root, "continuation", index))
+            played = await self._play(index, after, None, derive_seed(root, "continuation", index))
             if played is not None and not played.end.is_failure:
-                await self._count(outcome, played, first.turns[0].reward, self._gamma)
+                self.returns.append(paid + self._gamma * await self._player.worth(played))
 
         try:
-            async with anyio.create_task_group() as tg:
-                for index in range(1, count):
-                    tg.start_soon(go_on, index)
+            await side_by_side(range(1, count), go_on, at_once=self._player.slots.total)
         finally:
-            self._ledger.release(size)
+            ledger.release(size)
 
-    async def _play(
-        self, outcome: _Outcome, index: int, point: RestartPoint, action: Action | None, seed: int
-    ) -> Trajectory | None:
-        """Play one continuation in a slot; None when the ledger refuses it."""
-        async with self._slots.hold(priority=BRANCH_PRIORITY):
-            if not self._ledger.admit():
-                outcome.refused += 1
-                return None
-            is_first = action is not None
-            played = await play_on(self._runtime, self._env, point, action, seed=seed, keep_snapshots=is_first)
-            spend(self._ledger, played)
-        outcome.trajectories[index] = played
+    async def _play(self, index: int, point: RestartPoint, action: Action | None, seed: int) -> Trajectory | None:
+        """Play one continuation; None when the ledger refuses it."""
+        played = await self._player.play(point, action, seed=seed, keep_snapshots=action is not None)
+        if played is None:
+            self.refused += 1
+            return None
+        self.trajectories[index] = played = _with_outcome_alone(played)
         return played
 
-    async def _count(self, outcome: _Outcome, played: Trajectory, paid: float, discount: float) -> None:
-        """Add the return of the action: what it was `paid`, and `discount` times what came after."""
-        timeout_s = self._runtime.limits.turn_timeout_s
-        value = await worth_of(played, timeout_s=timeout_s, gamma=self._gamma, bootstrap=self._bootstrap)
-        outcome.returns.append(paid + discount * value)
+
+def _with_outcome_alone(played: Trajectory) -> Trajectory:
+    """Return the trajectory with the state that the action led to, and none of those after it, which nobody counts."""
+    turns = (turn if n == 1 else msgspec.structs.replace(turn, snapshot=None) for n, turn in enumerate(played.turns))
+    return msgspec.structs.replace(played, turns=tuple(turns))
 
 
 def _summary(turn: int, played: list[_Outcome]) -> OutcomeBranches:

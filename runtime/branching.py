@@ -4,26 +4,26 @@
 
 Q re-executes the recorded action in every branch, so that the environment's own luck is averaged over; V lets the
 policy choose afresh. Branches run in the runtime's slots behind all other rollouts, within a ledger's caps, and harm
-nothing when they fail.
+nothing when they fail. `continuation` plays them one by one.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import anyio
 import msgspec
 
 from turngate.envs.base import Action, EnvFactory, Snapshot, Task
 from turngate.runtime.allocation import SequentialStop
 from turngate.runtime.branch_budget import BranchLedger, Estimand
+from turngate.runtime.context import FullHistory
+from turngate.runtime.continuation import Bootstrap, Player, play_on, return_of, side_by_side, spend
 from turngate.runtime.errors import ConfigError
-from turngate.runtime.injection import Injection
 from turngate.runtime.monte_carlo import Estimate, estimate, newcombe_interval, vine_advantages
+from turngate.runtime.recorded_chat import RecordedChat, chat_before, has_other_context, own_starts
 from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.slots import Slots
 from turngate.runtime.types import Message, RestartedFrom, Trajectory, Turn
-from turngate.runtime.unwrap import single_errors
 
 __all__ = [
     "Bootstrap",
@@ -33,13 +33,9 @@ __all__ = [
     "branch_point",
     "play_on",
     "return_of",
+    "spend",
     "turn_surprisal",
 ]
-
-BRANCH_PRIORITY = 1 << 40
-"""Behind every rollout: slots go to the lowest number, and groups count from 0."""
-Bootstrap = Callable[[Trajectory], Awaitable[float]]
-"""Value of the state that a continuation was left in when a limit cut it short."""
 
 
 class TurnBranches(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +51,9 @@ class TurnBranches(msgspec.Struct, frozen=True, kw_only=True):
     """Continuations that the machinery failed; they say nothing."""
     refused: int = 0
     """Continuations that the ledger did not admit."""
+    other_context: int = 0
+    """Continuations that saw the episode's history written with other token ids than the episode did; they are counted
+    like the others."""
 
 
 class Branches(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,165 +106,142 @@ async def branch(
     The episode must have been recorded with snapshots (`keep_snapshots=True`); of turns without one nothing is
     estimated. Cancelled: so are all branches, and their slots and environments are given back.
 
-    Args: turns: indices of turns; all by default. continuations: per turn and estimand, each with luck of its own.
+    Args: turns: indices of turns, each counts once; all by default.
+        continuations: per turn and estimand, each with luck of its own.
         estimands: Q of the recorded action, V of the state before it.
         gamma: discount per turn. stop: ends the sampling of a turn early, after `stop.at_least`.
         bootstrap: values the state in which a continuation was cut short; without it that counts what it was paid, and
-            `Estimate.truncated` says how many did. What it raises ends all branches.
+            `Estimate.truncated` says how many did. One that fails ends all branches.
         ledger: counts, and caps, what branches spend. slots: in which they run, by default the runtime's.
         seed: root of all luck in the branches.
-    Raises: ConfigError: a turn does not exist, or has no snapshot. TimeoutError: the bootstrap is too late.
+    Raises: ConfigError: a turn does not exist, or has no snapshot; nothing is to be estimated. TimeoutError: the
+        bootstrap is later than `Limits.turn_timeout_s`. ToolError: it raised, or returned no finite number.
     """
+    check_branching(estimands, continuations)
     ledger = ledger if ledger is not None else BranchLedger()
-    wanted = [turn.index for turn in trajectory.turns] if turns is None else list(turns)
-    points = {turn: branch_point(trajectory, turn) for turn in wanted}
-    player = _Player(runtime, env, ledger, slots or runtime.slots, gamma, bootstrap)
-    found: dict[tuple[Estimand, int], TurnBranches] = {}
+    wanted = wanted_turns(trajectory, turns)
+    sides: list[tuple[int, Estimand]] = [(turn, kind) for turn in wanted for kind in dict.fromkeys(estimands)]
+    points = {(turn, kind): branch_point(trajectory, turn, with_action=kind == "Q") for turn, kind in sides}
+    player = Player(runtime, env, ledger=ledger, slots=slots or runtime.slots, gamma=gamma, bootstrap=bootstrap)
+    found: dict[Estimand, dict[int, TurnBranches]] = {"Q": {}, "V": {}}
 
-    async def run_one(turn: int, estimand: Estimand) -> None:
-        point = points[turn]
-        taken = trajectory.turns[_position(trajectory, turn)]
-        action = Action(taken.text, taken.tool_calls) if estimand == "Q" else None
-        root = derive_seed(seed, "branch", trajectory.id, turn, estimand)
-        found[estimand, turn] = await player.run(point, action, turn, estimand, root, continuations, stop)
+    async def run_one(side: tuple[int, Estimand]) -> None:
+        turn, kind = side
+        sampled = _Sampled(player, points[side], _action(trajectory, turn) if kind == "Q" else None)
+        await sampled.run(derive_seed(seed, "branch", trajectory.id, turn, kind), continuations, stop)
+        is_whole = kind == "V" or (trajectory.token_mode == "tokens" and type(runtime.context) is FullHistory)
+        found[kind][turn] = sampled.summary(trajectory, turn, kind, compares=is_whole)
 
-    with single_errors():
-        async with anyio.create_task_group() as tg:
-            for turn in wanted:
-                for estimand in estimands:
-                    tg.start_soon(run_one, turn, estimand)
-    by_turn = {kind: {t: b for (k, t), b in sorted(found.items()) if k == kind} for kind in ("Q", "V")}
+    await side_by_side(sides, run_one, at_once=max(len(sides), 1))
+    by_turn = {kind: dict(sorted(side.items())) for kind, side in found.items()}
     return Branches(trajectory=trajectory, q=by_turn["Q"], v=by_turn["V"])
 
 
-class _Player:
-    """Plays continuations within a ledger and in slots."""
+class _Sampled:
+    """The continuations from one point. Mutable state: all of it, as they come in."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        env: EnvFactory,
-        ledger: BranchLedger,
-        slots: Slots,
-        gamma: float,
-        bootstrap: Bootstrap | None,
-    ) -> None:
-        self._runtime, self._env, self._ledger, self._slots = runtime, env, ledger, slots
-        self._gamma, self._bootstrap = gamma, bootstrap
+    def __init__(self, player: Player, point: RestartPoint, action: Action | None) -> None:
+        self._player, self._point, self._action = player, point, action
+        self._played: list[Trajectory] = []
+        self._returns: list[float] = []
+        self._tried = self._refused = 0
 
-    async def run(
-        self,
-        point: RestartPoint,
-        action: Action | None,
-        turn: int,
-        estimand: Estimand,
-        root: int,
-        count: int,
-        stop: SequentialStop | None,
-    ) -> TurnBranches:
-        """Play up to `count` continuations from one point."""
-        size = len(point.snapshot.data)
-        if not self._ledger.hold(size):
-            return _summary(turn, estimand, [], [], refused=count)
-        played: list[Trajectory] = []
-        returns: list[float] = []
-        refused = 0
+    async def run(self, root: int, count: int, stop: SequentialStop | None) -> None:
+        """Play up to `count` continuations, until `stop` has had enough or the ledger is spent."""
+        ledger, size = self._player.ledger, len(self._point.snapshot.data)
+        if not ledger.hold(size):
+            self._tried = self._refused = count
+            return
         try:
-            while len(played) < count:
-                wave = count - len(played)
+            while self._tried < count and not self._refused:
+                wave = count - self._tried
                 if stop is not None:
-                    if played and stop.is_enough(estimate(returns)):
+                    if self._played and stop.is_enough(estimate(self._returns)):
                         break
-                    wave = min(wave, stop.at_least - len(played) if len(played) < stop.at_least else 1)
-                new = await self._wave(point, action, root, range(len(played), len(played) + wave))
-                refused += wave - len(new)
-                played += [one for one, _ in new]
-                returns += [value for _, value in new if value is not None]
-                if len(new) < wave:
-                    break  # the ledger is spent
+                    wave = min(wave, stop.at_least - self._tried if self._tried < stop.at_least else 1)
+                await self._wave(root, range(self._tried, self._tried + wave))
         finally:
-            self._ledger.release(size)
-        return _summary(turn, estimand, played, returns, refused=refused)
+            ledger.release(size)
 
-    async def _wave(
-        self, point: RestartPoint, action: Action | None, root: int, indices: Sequence[int]
-    ) -> list[tuple[Trajectory, float | None]]:
-        """Play some continuations side by side; those that the ledger refuses are missing."""
+    async def _wave(self, root: int, indices: Sequence[int]) -> None:
+        """Play some continuations side by side."""
         done: dict[int, tuple[Trajectory, float | None]] = {}
 
         async def one(index: int) -> None:
-            async with self._slots.hold(priority=BRANCH_PRIORITY):
-                if not self._ledger.admit():
-                    return
-                trajectory = await play_on(
-                    self._runtime, self._env, point, action, seed=derive_seed(root, "continuation", index)
-                )
-                spend(self._ledger, trajectory)
-                value = None
-                if not trajectory.end.is_failure:
-                    timeout_s = self._runtime.limits.turn_timeout_s
-                    value = await worth_of(
-                        trajectory, timeout_s=timeout_s, gamma=self._gamma, bootstrap=self._bootstrap
-                    )
-                done[index] = trajectory, value
+            seed = derive_seed(root, "continuation", index)
+            trajectory = await self._player.play(self._point, self._action, seed=seed)
+            if trajectory is None:
+                self._refused += 1
+                return
+            done[index] = trajectory, None
+            if not trajectory.end.is_failure:
+                done[index] = trajectory, await self._player.worth(trajectory)
 
-        async with anyio.create_task_group() as tg:
-            for index in indices:
-                tg.start_soon(one, index)
-        return [done[index] for index in sorted(done)]
+        await side_by_side(indices, one, at_once=self._player.slots.total)
+        self._tried += len(indices)
+        for _, (trajectory, value) in sorted(done.items()):
+            self._played.append(trajectory)
+            if value is not None:
+                self._returns.append(value)
+
+    def summary(self, trajectory: Trajectory, turn: int, estimand: Estimand, *, compares: bool) -> TurnBranches:
+        """Return what there is. Args: compares: the start of each can be held against the episode's."""
+        position, played = _position(trajectory, turn), self._played
+        is_q = estimand == "Q"
+        return TurnBranches(
+            turn=turn,
+            estimand=estimand,
+            estimate=estimate(self._returns, truncated=sum(one.end.is_truncation for one in played)),
+            trajectories=tuple(played),
+            failed=self._tried - self._refused - len(self._returns),
+            refused=self._refused,
+            other_context=sum(has_other_context(trajectory, position, one, with_action=is_q) for one in played)
+            if compares
+            else 0,
+        )
 
 
-async def play_on(
-    runtime: Runtime,
-    env: EnvFactory,
-    point: RestartPoint,
-    action: Action | None,
-    *,
-    seed: int,
-    keep_snapshots: bool = False,
-) -> Trajectory:
-    """Play one continuation from a point: `action` first when there is one, then the base policy. Takes no slot.
+def check_branching(estimands: Sequence[str], continuations: int) -> None:
+    """Refuse what cannot be estimated. Raises: ConfigError."""
+    if continuations < 1:
+        raise ConfigError(f"continuations must be 1 or more: got {continuations}")
+    if not estimands or any(kind not in ("Q", "V") for kind in estimands):
+        raise ConfigError(f"estimands must be Q, V or both: got {estimands!r}")
 
-    What came before counts towards `max_turns` and `max_policy_tokens`; `action` is a turn, and no tokens.
+
+def wanted_turns(trajectory: Trajectory, turns: Iterable[int] | None) -> list[int]:
+    """Return the indices of turns to branch at, each once; all by default."""
+    return [turn.index for turn in trajectory.turns] if turns is None else list(dict.fromkeys(turns))
+
+
+def branch_point(trajectory: Trajectory, turn: int, *, with_action: bool = False) -> RestartPoint:
+    """Return the state before a turn of an episode, with its history. Raises: ConfigError: there is none.
+
+    Args: with_action: the turn's own action will be executed there first: its tokens count, and are known.
     """
-    injection = None
-    if action is not None:
-        taken = action
-
-        async def act(shown: Sequence[Message], seed: int) -> Action:
-            return taken
-
-        injection = Injection(1.0, act, max_per_episode=1)
-    return await runtime.rollout(
-        env,
-        point.task,
-        seed=seed,
-        env_seed=derive_seed(seed, "branch env"),
-        group_id=f"branch.{point.restarted_from.origin}.{point.restarted_from.turn}",
-        trajectory_id=f"branch.{point.restarted_from.origin}.{point.restarted_from.turn}.{seed:x}",
-        start=point,
-        injection=injection,
-        guidance=None,
-        score=False,
-        keep_snapshots=keep_snapshots,
-    )
-
-
-def branch_point(trajectory: Trajectory, turn: int) -> RestartPoint:
-    """Return the state before a turn of an episode, with its history. Raises: ConfigError: there is none."""
     position = _position(trajectory, turn)
-    taken = trajectory.turns[position]
+    taken, starts = trajectory.turns[position], own_starts(trajectory)
     if taken.snapshot is None:
         raise ConfigError(
             f"branching needs a snapshot before every turn: got none (trajectory {trajectory.id}, turn {turn}); record "
             "it with keep_snapshots=True"
         )
-    starts = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
-    before = starts[len(starts) - len(trajectory.turns) + position]
-    versions = [t.version_sent for t in trajectory.turns[: position + 1]]
-    origin = RestartedFrom(trajectory.id, turn, min(versions), "branch")
-    spent = sum(t.length for t in trajectory.turns[:position])
-    return RestartPoint(trajectory.task, taken.snapshot, trajectory.messages[:before], origin, spent)
+    if len(starts) != len(trajectory.turns):
+        raise ConfigError(
+            f"branching needs the episode's messages: expected {len(trajectory.turns)} of the assistant, got "
+            f"{len(starts)} (trajectory {trajectory.id})"
+        )
+    said = position + 1 if with_action else position
+    before = trajectory.restarted_from.policy_tokens if trajectory.restarted_from is not None else 0
+    origin = RestartedFrom(
+        trajectory.id,
+        turn,
+        min(t.version_sent for t in trajectory.turns[: position + 1]),
+        "branch",
+        policy_tokens=before + sum(t.length for t in trajectory.turns[:said]),
+    )
+    history = trajectory.messages[: starts[position]]
+    return RestartPoint(trajectory.task, taken.snapshot, history, origin, chat_before(trajectory, said))
 
 
 def here(
@@ -277,38 +253,11 @@ def here(
     turn: int,
     policy_version: int,
     policy_tokens: int = 0,
+    chat: RecordedChat | None = None,
 ) -> RestartPoint:
     """Return the state that a live episode is in, to play on from."""
-    reached = RestartedFrom(origin, turn, policy_version, "branch")
-    return RestartPoint(task, snapshot, tuple(history), reached, policy_tokens)
-
-
-def return_of(trajectory: Trajectory, *, gamma: float = 1.0) -> float:
-    """Return what a continuation was paid, discounted per turn."""
-    value = 0.0
-    for turn in reversed(trajectory.turns):
-        value = turn.reward + gamma * value
-    return value
-
-
-async def worth_of(
-    trajectory: Trajectory, *, timeout_s: float, gamma: float = 1.0, bootstrap: Bootstrap | None = None
-) -> float:
-    """Return what a continuation was paid; when a limit cut it short, with what `bootstrap` says of the rest.
-
-    Raises: TimeoutError: that takes longer than `timeout_s`. What it raises itself goes on.
-    """
-    value = return_of(trajectory, gamma=gamma)
-    if trajectory.end.is_truncation and bootstrap is not None:
-        with anyio.fail_after(timeout_s):
-            value += gamma ** len(trajectory.turns) * await bootstrap(trajectory)
-    return value
-
-
-def spend(ledger: BranchLedger, trajectory: Trajectory) -> None:
-    """Count what a continuation has used."""
-    asked = [turn for turn in trajectory.turns if not turn.injected]
-    ledger.spend(model_turns=len(asked), model_tokens=trajectory.policy_tokens, env_steps=len(trajectory.turns))
+    reached = RestartedFrom(origin, turn, policy_version, "branch", policy_tokens=policy_tokens)
+    return RestartPoint(task, snapshot, tuple(history), reached, chat)
 
 
 def turn_surprisal(trajectory: Trajectory) -> list[float]:
@@ -334,15 +283,6 @@ def _position(trajectory: Trajectory, turn: int) -> int:
     raise ConfigError(f"turns must be among the episode's: got {turn}, of {known} (trajectory {trajectory.id})")
 
 
-def _summary(
-    turn: int, estimand: Estimand, played: Sequence[Trajectory], returns: Sequence[float], *, refused: int
-) -> TurnBranches:
-    truncated = sum(one.end.is_truncation for one in played)
-    return TurnBranches(
-        turn=turn,
-        estimand=estimand,
-        estimate=estimate(returns, truncated=truncated),
-        trajectories=tuple(played),
-        failed=sum(one.end.is_failure for one in played),
-        refused=refused,
-    )
+def _action(trajectory: Trajectory, turn: int) -> Action:
+    taken = trajectory.turns[_position(trajectory, turn)]
+    return Action(taken.text, taken.tool_calls)

@@ -6,18 +6,23 @@ finished group -> branch at its turns, behind all rollouts -> V and Q as scores 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import anyio
 import msgspec
 
 from turngate.envs.base import EnvFactory
 from turngate.runtime.allocation import SequentialStop
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits, Estimand
-from turngate.runtime.branching import Branches, TurnBranches, branch, branch_point
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.branching import (
+    Branches,
+    TurnBranches,
+    branch,
+    branch_point,
+    check_branching,
+    wanted_turns,
+)
+from turngate.runtime.continuation import side_by_side
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Group, Trajectory, Turn
-from turngate.runtime.unwrap import single_errors
 
 __all__ = [
     "MC_Q",
@@ -58,10 +63,7 @@ class Branching:
     which only their own turns train, compared with each other alone."""
 
     def __post_init__(self) -> None:
-        if self.continuations < 1:
-            raise ConfigError(f"continuations must be 1 or more: got {self.continuations} (Branching)")
-        if not self.estimands or any(kind not in _SCORES for kind in self.estimands):
-            raise ConfigError(f"estimands must be Q, V or both: got {self.estimands!r} (Branching)")
+        check_branching(self.estimands, self.continuations)
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -96,7 +98,8 @@ class GroupBrancher:
         wanted = {t.id: self._turns(t) for t in group.trajectories}
         first, holders = _shared_states(group, wanted)
 
-        async def run(trajectory: Trajectory, kind: Estimand) -> None:
+        async def run(side: tuple[Trajectory, Estimand]) -> None:
+            trajectory, kind = side
             made = await branch(
                 self._runtime,
                 self._env,
@@ -110,11 +113,10 @@ class GroupBrancher:
             )
             found[trajectory.id][kind] = made.v if kind == "V" else made.q
 
-        with single_errors():
-            async with anyio.create_task_group() as tg:
-                for trajectory in group.trajectories:
-                    for kind in self.config.estimands:
-                        tg.start_soon(run, trajectory, kind)
+        sides: list[tuple[Trajectory, Estimand]] = [
+            (t, kind) for t in group.trajectories for kind in dict.fromkeys(self.config.estimands)
+        ]
+        await side_by_side(sides, run, at_once=max(len(sides), 1))
         own = [
             Branches(trajectory=t, q=found[t.id].get("Q", {}), v=found[t.id].get("V", {})) for t in group.trajectories
         ]
@@ -142,7 +144,7 @@ class GroupBrancher:
 
     def _turns(self, trajectory: Trajectory) -> list[int]:
         if self.config.turns is not None:
-            return list(self.config.turns(trajectory))
+            return wanted_turns(trajectory, self.config.turns(trajectory))
         return [turn.index for turn in trajectory.turns if turn.length]
 
     def _count(self, branches: Sequence[Branches]) -> None:
@@ -174,12 +176,13 @@ def continuations_of(branches: Branches) -> list[Trajectory]:
 def continuation_groups(branches: Branches, *, order: int = 0) -> list[Group]:
     """Return the continuations as groups to train on: one per state, after the recorded action (Q) or before it (V).
 
-    They are never compared with episodes from their task's start. Groups of one are left out.
+    They are never compared with episodes from their task's start. Continuations that failed, or came without ids or
+    log-probs, are left out; so are groups of one, and those in which the policy said nothing.
     """
     groups: list[Group] = []
     for found in (*branches.q.values(), *branches.v.values()):
-        members = tuple(one for one in found.trajectories if not one.end.is_failure)
-        if len(members) > 1:
+        members = tuple(one for one in found.trajectories if one.trainable and not one.end.is_failure)
+        if len(members) > 1 and any(one.policy_tokens for one in members):
             name = f"{branches.trajectory.id}.{found.estimand}{found.turn}"
             groups.append(Group(id=name, task=branches.trajectory.task, order=order, trajectories=members))
     return groups

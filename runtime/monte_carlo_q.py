@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 
-import anyio
-
 from turngate.envs.base import Action, EnvFactory, Snapshot
 from turngate.runtime.branch_budget import BranchLedger
-from turngate.runtime.branching import Bootstrap, here, play_on, spend, worth_of
+from turngate.runtime.branching import here
+from turngate.runtime.continuation import Bootstrap, Player, side_by_side
 from turngate.runtime.errors import ConfigError, GuidanceError
 from turngate.runtime.guidance import DecisionPoint, QValues
+from turngate.runtime.recorded_chat import chat_with
 from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
@@ -58,11 +58,10 @@ class MonteCarloQ:
             raise ConfigError(f"continuations must be 1 or more: got {continuations} (MonteCarloQ)")
         if soft_beta is not None and not 0 < soft_beta < math.inf:
             raise ConfigError(f"soft_beta must be finite and above 0: got {soft_beta} (MonteCarloQ)")
-        self._runtime, self._env, self._continuations = runtime, env, continuations
-        self._soft_beta = soft_beta
+        self._continuations, self._soft_beta = continuations, soft_beta
         self.ledger = ledger if ledger is not None else BranchLedger()
-        self._bootstrap = bootstrap
         self._slots = Slots(max_concurrent)
+        self._player = Player(runtime, env, ledger=self.ledger, slots=self._slots, bootstrap=bootstrap)
         self._counted = self._truncated = 0
 
     def __repr__(self) -> str:
@@ -94,47 +93,30 @@ class MonteCarloQ:
             self.ledger.release(size)
 
     async def _value(self, point: DecisionPoint, snapshot: Snapshot, candidates: Sequence[Completion]) -> QValues:
-        assert point.task is not None
-        start = here(
-            point.task,
-            snapshot,
-            point.history,
-            origin=f"{point.task.id}.{point.seed:x}",
-            turn=point.turn,
-            policy_version=point.policy_version,
-            policy_tokens=point.policy_tokens,
-        )
-        nodes = {_key(candidate): Action(candidate.text, candidate.tool_calls) for candidate in candidates}
+        nodes: dict[object, Completion] = {}
+        for candidate in candidates:
+            nodes.setdefault(_key(candidate), candidate)
+        starts = [_start(point, snapshot, candidate) for candidate in nodes.values()]
         returns: dict[object, list[float]] = {key: [] for key in nodes}
 
-        async def one(key: object, action: Action, number: int, index: int) -> None:
-            value = await self._play(start, action, derive_seed(point.seed, "monte carlo", number, index))
-            if value is not None:
-                returns[key].append(value)
+        async def one(play: tuple[int, object, int]) -> None:
+            number, key, index = play
+            action = Action(nodes[key].text, nodes[key].tool_calls)
+            seed = derive_seed(point.seed, "monte carlo", number, index)
+            trajectory = await self._player.play(starts[number], action, seed=seed)
+            if trajectory is not None and not trajectory.end.is_failure:
+                self._counted += 1
+                self._truncated += trajectory.end.is_truncation
+                returns[key].append(await self._player.worth(trajectory))
 
-        async with anyio.create_task_group() as tg:
-            for number, (key, action) in enumerate(nodes.items()):
-                for index in range(self._continuations):
-                    tg.start_soon(one, key, action, number, index)
-        if empty := [action.text for action, found in zip(nodes.values(), returns.values(), strict=True) if not found]:
+        plays = [(number, key, i) for number, key in enumerate(nodes) for i in range(self._continuations)]
+        await side_by_side(plays, one, at_once=self._slots.total)
+        if empty := [nodes[key].text for key, found in returns.items() if not found]:
             raise GuidanceError(
                 f"every candidate must have a continuation that came to an end: none has {empty[0]!r:.80}"
             )
         values = {key: self._mean(found) for key, found in returns.items()}
         return QValues([values[_key(candidate)] for candidate in candidates], point.policy_version)
-
-    async def _play(self, start: RestartPoint, action: Action, seed: int) -> float | None:
-        async with self._slots.hold():
-            if not self.ledger.admit():
-                return None
-            trajectory = await play_on(self._runtime, self._env, start, action, seed=seed)
-            spend(self.ledger, trajectory)
-            if trajectory.end.is_failure:
-                return None
-            self._counted += 1
-            self._truncated += trajectory.end.is_truncation
-            timeout_s = self._runtime.limits.turn_timeout_s
-            return await worth_of(trajectory, timeout_s=timeout_s, bootstrap=self._bootstrap)
 
     def _mean(self, returns: Sequence[float]) -> float:
         if self._soft_beta is not None:
@@ -144,3 +126,19 @@ class MonteCarloQ:
 
 def _key(candidate: Completion) -> object:
     return candidate.text, tuple((call.name, call.arguments) for call in candidate.tool_calls)
+
+
+def _start(point: DecisionPoint, snapshot: Snapshot, candidate: Completion) -> RestartPoint:
+    """Return the state of the episode, to take a candidate in: its tokens count, as if it had been chosen."""
+    assert point.task is not None
+    is_whole = list(point.messages) == list(point.history)
+    return here(
+        point.task,
+        snapshot,
+        point.history,
+        origin=f"{point.task.id}.{point.seed:x}",
+        turn=point.turn,
+        policy_version=point.policy_version,
+        policy_tokens=point.policy_tokens + len(candidate.token_ids),
+        chat=chat_with(point.messages, candidate) if is_whole else None,
+    )

@@ -16,6 +16,7 @@ import msgspec
 from turngate.envs.base import End, Snapshot, Task
 from turngate.runtime.answers import describe_error
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.recorded_chat import RecordedChat
 from turngate.runtime.recovery import beta_learnability, mixed_with_uniform
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Group, Message, RestartedFrom, Trajectory, Turn
@@ -100,9 +101,8 @@ class RestartPoint(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
     """The history until then; what the environment answered last is part of it."""
     restarted_from: RestartedFrom
-    policy_tokens: int = 0
-    """Generated tokens that lead there and count towards `Limits.max_policy_tokens`: branches may not say more than the
-    episode that they value."""
+    chat: RecordedChat | None = None
+    """The ids behind the history, where they are known and whoever starts there can go on from them."""
 
 
 class RestartStatistics(msgspec.Struct, frozen=True):

@@ -200,12 +200,12 @@ class _Episode:
             if history.turns >= self._limits.max_turns:
                 return End.turn_limit
             sampling = self._allowed_sampling()
-            if sampling is None:
+            if sampling is None and not self._acting.injects(turn):  # what is injected takes none
                 return End.token_limit
             self._waits.begin_turn()
             # 2. Decide what the model sees, and sample what it does.
             snapshot = await self._env.snapshot() if self._keep_snapshots else None
-            shown, sampled = await self._sample(history, sampling, turn)
+            shown, sampled = await self._sample(history, sampling or self._sampling, turn, snapshot)
             if not sampled.is_injected and self._is_too_long(sampled.completion):
                 self._keep_last_context(sampled.completion)
                 return End.context_overflow
@@ -224,6 +224,8 @@ class _Episode:
         if start is not None:
             await env.restore(start.snapshot, derive_seed(self._env_seed, "restore"))
             self._history = History.of(start.messages)
+            if start.chat is not None and type(self._context) is FullHistory:
+                self._acting.recall(start.chat)
             self._first_observation = said_last(start.messages)
             return self._history
         head = [Message("system", observation.system)] if observation.system else []
@@ -246,7 +248,7 @@ class _Episode:
     @property
     def _policy_tokens(self) -> int:
         """Generated tokens so far, those before a restart included where it counts them."""
-        before = self._start.policy_tokens if self._start is not None else 0
+        before = self._start.restarted_from.policy_tokens if self._start is not None else 0
         return before + self._recorder.policy_tokens
 
     async def _shown(self, history: History) -> Sequence[Message]:
@@ -287,11 +289,14 @@ class _Episode:
         if limit is None or len(completion.prompt_token_ids) <= limit:  # learners may be sized for the limit
             self._recorder.add_last_context(completion.prompt_token_ids)
 
-    async def _sample(self, history: History, sampling: Sampling, turn: int) -> tuple[Sequence[Message], Sampled]:
+    async def _sample(
+        self, history: History, sampling: Sampling, turn: int, saved: Snapshot | None
+    ) -> tuple[Sequence[Message], Sampled]:
         """Return what the model is shown, and what was done then, whoever chose it."""
         shown = await self._shown(history)
         spent = self._policy_tokens
-        return shown, await self._acting.act(shown, sampling, turn, history.messages, policy_tokens=spent)
+        sampled = await self._acting.act(shown, sampling, turn, history.messages, policy_tokens=spent, saved=saved)
+        return shown, sampled
 
     def _is_too_long(self, completion: Completion) -> bool:
         limit = self._limits.max_context_tokens

@@ -14,6 +14,7 @@ import msgspec
 from turngate.envs.base import ToolSpec
 from turngate.runtime.errors import ConfigError, EndpointRefused, MalformedReply
 from turngate.runtime.json_ids import JsonIds, ids_text
+from turngate.runtime.recorded_chat import RecordedChat
 from turngate.runtime.rendering import Renderer, says_the_same
 from turngate.runtime.types import Completion, Message, Sampling
 
@@ -153,6 +154,29 @@ class TokenConversation:
         else:
             later.append(partial(self._remember, place, offered, shown, answer, prompt, completion.token_ids))
         return completion
+
+    def recall(self, chat: RecordedChat, tools: Sequence[ToolSpec] = ()) -> bool:
+        """Go on from a chat of an earlier conversation, with its ids as they were; return whether that can be done.
+
+        It cannot where the renderer would have written its beginning, or reads the answer, otherwise: the ids are then
+        another model's, or another format's.
+        """
+        answer, offered = chat.messages[-1], tuple(tools)
+        prompt, token_ids = chat.prompt_ids(), chat.answer_ids()
+        try:
+            head = self._renderer.render(chat.messages[: chat.head], offered)
+            reply = self._renderer.parse(token_ids, has_tools=bool(offered))
+        except ConfigError:
+            return False
+        # Stop strings cut the text, and the ids keep the whole last token.
+        read = Message("assistant", reply.text[: len(answer.content)], reply.tool_calls)
+        if prompt[: len(head)] != head or not says_the_same(read, answer):
+            return False
+        shown = list(chat.messages[:-1])
+        whole = JsonIds(b"[%b]" % ids_text(prompt), len(prompt))
+        self._branch_at(None, offered).add(shown, answer, whole, token_ids)
+        self._asked = sum(message.role == "assistant" for message in chat.messages)  # calls must not share their ids
+        return True
 
     def _remember(
         self,

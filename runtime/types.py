@@ -224,6 +224,9 @@ class RestartedFrom(msgspec.Struct, frozen=True):
     """Why that state is worth starting from; see `Restarts.reasons`."""
     scores: tuple[tuple[str, float], ...] = ()
     """What scorers said of the state, by name: shaping starts from it."""
+    policy_tokens: int = 0
+    """Generated tokens that lead there and count towards `Limits.max_policy_tokens`: a branch may not say more than the
+    episode that it values. Restarts of training count none."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

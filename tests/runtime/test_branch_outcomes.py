@@ -184,5 +184,5 @@ def test_cancelled_at_every_moment_nothing_is_left():
 def test_tokens_before_the_action_count_in_all_its_continuations():
     settings = {"limits": Limits(max_turns=20, max_policy_tokens=24)}  # four times "heads" and its end
     found = explore(lambda: CoinFlipEnv(9), settings=settings, turns=[2], outcomes=2, continuations=2)[2]
-    # Two of the four turns were said before; the action is none of them.
-    assert [[len(one.turns) for one in some] for some in found.trajectories] == [[3, 2], [3, 2]]
+    # Two of the four turns were said before, and the action is the third.
+    assert [[len(one.turns) for one in some] for some in found.trajectories] == [[2, 1], [2, 1]]

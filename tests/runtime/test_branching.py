@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from turngate.envs.base import End, Observation, Step, Task
+from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.envs.fakes import CoinFlipEnv, EchoEnv
 from turngate.runtime import Limits, Runtime
 from turngate.runtime.allocation import SequentialStop
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits, branching_cost
-from turngate.runtime.branching import branch, branch_point, turn_surprisal
+from turngate.runtime.branching import branch, branch_point, play_on, turn_surprisal
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.monte_carlo_q import MonteCarloQ
@@ -196,8 +196,34 @@ def test_tokens_before_a_branch_count_towards_the_episodes_limit():
     found = explore(lambda: CoinFlipEnv(9), says("heads"), settings=settings, estimands=["V"], continuations=2)
     assert [len(b.trajectories[0].turns) for b in found.v.values()] == [4, 3, 2, 1]
     _, q, _ = guided(lambda: CoinFlipEnv(9), ["tails"], limits=settings["limits"], continuations=1)
-    # The candidate is played without a token of ours, then what is left of 24 tokens: 4, 3, 2 and 1 turns.
-    assert (q.ledger.rollouts, q.ledger.model_turns) == (4, 10)
+    # The candidate is played, and counts as it would have; then what is left of 24 tokens: 3, 2, 1 and no turns.
+    assert (q.ledger.rollouts, q.ledger.model_turns) == (4, 6)
+
+
+def test_a_recorded_action_counts_the_tokens_that_it_was_sampled_with():
+    settings = {"limits": Limits(max_turns=20, max_policy_tokens=20)}  # three times "heads" and its end, and "he"
+    found = explore(lambda: CoinFlipEnv(9), says("heads"), settings=settings, continuations=2)
+    assert [turn.length for turn in found.trajectory.turns] == [6, 6, 6, 2]
+    for t, branches in found.q.items():
+        for one in branches.trajectories:
+            assert [turn.length for turn in one.turns] == [
+                0,
+                *(turn.length for turn in found.trajectory.turns[t + 1 :]),
+            ]
+            assert one.end is found.trajectory.end is End.token_limit
+
+
+def test_tokens_count_in_branches_of_branches():
+    async def play():
+        runtime = runtime_of(says("heads"), limits=Limits(max_turns=20, max_policy_tokens=24))
+        trajectory = await record(runtime, lambda: CoinFlipEnv(9))
+        point = branch_point(trajectory, 1, with_action=True)
+        action = Action(trajectory.turns[1].text)
+        one = await play_on(runtime, lambda: CoinFlipEnv(9), point, action, seed=1, keep_snapshots=True)
+        again = await branch(runtime, lambda: CoinFlipEnv(9), one, turns=[2], estimands=["V"], continuations=1)
+        return len(one.turns), len(again.v[2].trajectories[0].turns)
+
+    assert run_virtual(play()) == (3, 1)
 
 
 def test_a_bootstrap_that_never_answers_ends_the_branches_and_leaves_nothing():

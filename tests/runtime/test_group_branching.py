@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import msgspec
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.envs.fakes import CoinFlipEnv, EchoEnv
 from turngate.runtime import Agent, Limits, Runtime, Session
 from turngate.runtime.agent import check_agent_run
-from turngate.runtime.allocation import highest
+from turngate.runtime.allocation import SequentialStop, highest
 from turngate.runtime.branch_budget import BranchLimits
 from turngate.runtime.branching import branch, turn_surprisal
 from turngate.runtime.buffer import Buffer
@@ -26,11 +28,13 @@ from turngate.runtime.group_branching import (
     continuations_of,
     with_branch_values,
 )
+from turngate.runtime.injection import Injection
 from turngate.runtime.ledger import Ledger
+from turngate.runtime.monte_carlo import Estimate
 from turngate.runtime.scheduler import Collection, Collector, TaskStream
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.testing import FakeEndpoint, run_virtual
-from turngate.runtime.types import Group, Message, Trajectory
+from turngate.runtime.types import Completion, Group, Message, Trajectory
 
 TASK = Task("coin")
 
@@ -159,11 +163,40 @@ def test_values_and_continuations_of_branches_made_by_hand() -> None:
         assert valued.turns[0] == trajectory.turns[0]
         assert valued.turns[1].scores == {MC_VALUE: found.v[1].estimate.mean, MC_Q: found.q[1].estimate.mean}
         assert len(continuations_of(found)) == 8
-        assert [len(g.trajectories) for g in continuation_groups(found)] == [4, 4]
-        # After the recorded action nothing is left to do: such a continuation has no token of the policy.
-        assert all(t.policy_tokens == 0 for t in continuation_groups(found)[0].trajectories)
+        # After the recorded action nothing is left to do: such continuations have no token of the policy.
+        assert [g.id for g in continuation_groups(found)] == ["g0.0.V1"]
+        assert len(continuation_groups(found)[0].trajectories) == 4
 
     run_virtual(play())
+
+
+def test_continuations_without_ids_estimate_and_do_not_train() -> None:
+    """A reply that lacks log-probs now and then must not reach a learner, which would refuse the whole batch."""
+
+    class Forgetful(FakeEndpoint):
+        async def complete(self, *args: Any, **options: Any) -> Completion:
+            found = await super().complete(*args, **options)
+            return found if len(self.calls) % 4 else msgspec.structs.replace(found, logprobs=())
+
+    async def play() -> None:
+        endpoint = Forgetful(heads)
+        runtime = runtime_of(endpoint)
+        trajectory = (await group_of(runtime, lambda: CoinFlipEnv(1), 1)).trajectories[0]
+        found = await branch(runtime, lambda: CoinFlipEnv(1), trajectory, continuations=8, estimands=["V"])
+        assert found.v[0].estimate.count == 8
+        assert sum(not one.trainable for one in found.v[0].trajectories) == 2
+        (group,) = continuation_groups(found)
+        assert len(group.trajectories) == 6
+        assert all(one.trainable for one in group.trajectories)
+
+    run_virtual(play())
+
+
+def test_a_gate_that_names_a_turn_twice_pays_for_it_once() -> None:
+    _, _, brancher = value(
+        lambda: CoinFlipEnv(3), FakeEndpoint(heads), continuations=2, turns=lambda t: [1, 1], estimands=("Q", "Q")
+    )
+    assert brancher.ledger.rollouts == 2 * 2
 
 
 @pytest.mark.parametrize("bad", [{"continuations": 0}, {"estimands": ()}, {"estimands": ("A",)}])
@@ -187,6 +220,163 @@ def test_an_agent_that_runs_its_own_loop_cannot_be_branched_from() -> None:
         check_agent_run(Agent(solve), branching=Branching())
     check_agent_run(Agent(solve), branching=None)
     check_agent_run(CoinFlipEnv, branching=Branching())
+
+
+# --- what a value is of, and what is counted
+
+
+async def one_of(runtime: Runtime, env: Any, **options: Any) -> Trajectory:
+    return await runtime.rollout(env, TASK, seed=0, keep_snapshots=True, **options)
+
+
+class Secret(CoinFlipEnv):
+    """Says nothing of its coins, which its luck has tossed before the first action."""
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        await super().reset(task, seed)
+        self.flipped = [self._rng.choice(("heads", "tails"))]
+        return Observation("guess")
+
+    async def step(self, action: Action) -> Step:
+        right = self.flipped[0] == "heads"
+        return Step(Observation(""), {"outcome": float(right)}, End.success if right else End.failure)
+
+
+class Deaf(CoinFlipEnv):
+    """Hears nothing, and is in one state before the last turn whatever was said."""
+
+    async def step(self, action: Action) -> Step:
+        self.flipped.append("x")
+        if len(self.flipped) < 2:
+            return Step(Observation("on"))
+        right = action.text == "heads"
+        return Step(Observation("end"), {"outcome": float(right)}, End.success if right else End.failure)
+
+
+def test_equal_histories_over_different_states_are_valued_apart() -> None:
+    async def play() -> Group:
+        runtime = runtime_of(FakeEndpoint(heads))
+        members = [
+            await one_of(runtime, lambda: Secret(1), env_seed=seed, trajectory_id=f"g0.{seed}") for seed in range(8)
+        ]
+        assert {t.end for t in members} == {End.success, End.failure}
+        group = Group(id="g0", task=TASK, order=0, trajectories=tuple(members))
+        brancher = GroupBrancher(Branching(continuations=2), runtime, lambda: Secret(1), seed=1)
+        return (await brancher.value(group))[0]
+
+    for trajectory in run_virtual(play()).trajectories:
+        assert trajectory.turns[0].scores[MC_VALUE] == float(trajectory.end is End.success)
+
+
+def test_one_state_after_different_histories_is_valued_apart() -> None:
+    def same_again(messages: Sequence[Message]) -> str:
+        said = [message.content for message in messages if message.role == "assistant"]
+        return said[0] if said else next(first)
+
+    first = iter(["heads", "tails", *["heads"] * 20])
+
+    async def play() -> Group:
+        runtime = runtime_of(FakeEndpoint(same_again))
+        group = await group_of(runtime, lambda: Deaf(2))
+        brancher = GroupBrancher(Branching(continuations=2), runtime, lambda: Deaf(2), seed=1)
+        return (await brancher.value(group))[0]
+
+    one, two = run_virtual(play()).trajectories
+    assert (one.turns[1].scores[MC_VALUE], two.turns[1].scores[MC_VALUE]) == (1.0, 0.0)
+
+
+def test_values_stand_beside_the_scores_that_a_turn_has() -> None:
+    async def play() -> None:
+        runtime = runtime_of(FakeEndpoint(heads))
+        trajectory = await one_of(runtime, lambda: CoinFlipEnv(1))
+        judged = msgspec.structs.replace(
+            trajectory, turns=tuple(msgspec.structs.replace(t, scores={"judge": 0.5}) for t in trajectory.turns)
+        )
+        found = await branch(runtime, lambda: CoinFlipEnv(1), judged, continuations=2)
+        assert with_branch_values(found).turns[0].scores == {"judge": 0.5, MC_Q: found.q[0].estimate.mean}
+
+    run_virtual(play())
+
+
+def test_what_the_policy_did_not_say_has_no_value_unless_asked_for() -> None:
+    async def act(shown: Sequence[Message], seed: int) -> str:
+        return "tails"
+
+    async def play(**options: Any) -> list[list[str]]:
+        runtime = runtime_of(FakeEndpoint(heads))
+        injected = await one_of(runtime, lambda: CoinFlipEnv(2), injection=Injection(1.0, act, max_per_episode=1))
+        group = Group(id="g0", task=TASK, order=0, trajectories=(injected,))
+        brancher = GroupBrancher(Branching(continuations=2, **options), runtime, lambda: CoinFlipEnv(2), seed=1)
+        return [list(turn.scores) for turn in (await brancher.value(group))[0].trajectories[0].turns]
+
+    assert run_virtual(play()) == [[], [MC_VALUE]]
+    assert run_virtual(play(turns=lambda trajectory: [0])) == [[MC_VALUE], []]
+
+
+def test_a_stop_ends_the_sampling_of_a_group_too() -> None:
+    stop = SequentialStop(half_width=0.5, at_least=2)
+    _, _, brancher = value(lambda: First(1), FakeEndpoint(heads), continuations=64, stop=stop)
+    assert brancher.ledger.rollouts < 10
+
+
+def test_what_breaks_while_a_group_branches_is_told_as_itself() -> None:
+    class Broken(SequentialStop, frozen=True):
+        def is_enough(self, so_far: Estimate) -> bool:
+            raise ZeroDivisionError("the stop broke")
+
+    with pytest.raises(ZeroDivisionError, match="the stop broke"):
+        value(lambda: First(1), FakeEndpoint(heads), continuations=8, stop=Broken())
+
+
+def test_metrics_count_steps_failures_and_what_was_cut_short() -> None:
+    class Fails(CoinFlipEnv):
+        """Cannot go back with every second luck; never ends."""
+
+        async def restore(self, snapshot: Any, seed: int) -> None:
+            await super().restore(snapshot, seed)
+            if seed % 2:
+                raise RuntimeError("no way back")
+
+    async def play() -> GroupBrancher:
+        runtime = Runtime(FakeEndpoint(heads), limits=Limits(max_turns=2))
+        brancher = GroupBrancher(Branching(continuations=12, estimands=("Q",)), runtime, lambda: Fails(9), seed=1)
+        trajectory = await one_of(runtime, lambda: CoinFlipEnv(9))
+        await brancher.value(Group(id="g0", task=TASK, order=0, trajectories=(trajectory,)))
+        return brancher
+
+    brancher = run_virtual(play())
+    told, ledger = brancher.metrics(), brancher.ledger
+    assert 0 < told["branch_failed"] < told["branch_rollouts"] == 24
+    assert told["branch_truncated_fraction"] == 1.0  # of those that say anything
+    assert told["branch_env_steps"] == ledger.env_steps > ledger.model_turns
+
+
+def test_failed_continuations_and_groups_of_one_do_not_train() -> None:
+    class Once(CoinFlipEnv):
+        """Can be gone back to a single time."""
+
+        async def restore(self, snapshot: Any, seed: int) -> None:
+            await super().restore(snapshot, seed)
+            times.append(seed)
+            if len(times) > 1:
+                raise RuntimeError("no way back")
+
+    times: list[int] = []
+
+    async def play() -> None:
+        runtime = runtime_of(FakeEndpoint(heads))
+        trajectory = await one_of(runtime, lambda: CoinFlipEnv(1))
+        found = await branch(runtime, lambda: Once(1), trajectory, continuations=3, estimands=["V"])
+        assert (len(found.v[0].trajectories), found.v[0].failed) == (3, 2)
+        assert [one.end.is_failure for one in continuations_of(found)] == [False]
+        assert continuation_groups(found) == []
+
+    run_virtual(play())
+
+
+def test_the_names_of_scores_are_those_of_what_is_estimated() -> None:
+    assert Branching().scores == (MC_VALUE,)
+    assert Branching(estimands=("Q", "V")).scores == (MC_Q, MC_VALUE)
 
 
 # --- inside the collector
