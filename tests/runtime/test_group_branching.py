@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import msgspec
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
