@@ -4,17 +4,18 @@ The base policy is the warm start and never changes. Its own episodes on trainin
 held-out tasks the base then acts alone; with 8 draws per action reranked by the critic; with every token tilted by the
 critic; and, as the dear reference on fewer tasks, with draws reranked by Monte Carlo values from branches.
 
-Everything finished is kept in `<run-dir>/seed<k>/` and not run again: stop the script when you like, and call it again
-to go on. Writes table.md and guided.png. The last line is one JSON object: run_dir, seeds, auc (of the critic behind
-actions, mean over seeds), correlation (critic against Monte Carlo) and cells: by method and beta the mean, lowest and
-highest success over seeds, gain over the base, kl (to the base, nats per episode), distinct (different actions among
-the draws of a decision), and tokens sampled per episode, unchosen draws and branches included.
+Everything finished is kept in `<run-dir>/seed<k>/` and not run again: stop the script with Ctrl-C when you like, and
+call it again with the same options to go on. Writes table.md and guided.png. The last line is one JSON object: run_dir,
+seeds, auc (of the critic behind actions, mean over seeds), correlation (critic against Monte Carlo), split_half (of two
+halves of the continuations with each other) and cells: by method and beta the mean, lowest and highest success over
+seeds, gain over the base, kl (to the base, nats per episode), distinct (different actions among the draws of a
+decision), and tokens sampled per episode, unchosen draws and branches included.
 """
 
 import argparse
 import asyncio
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ from turngate.runtime.monte_carlo_q import MonteCarloQ
 
 LIMITS = Limits(max_turns=16, turn_timeout_s=300)
 TURN, TOKEN, MONTE_CARLO, BASE = "turn", "token", "monte carlo", "base"
+SETTINGS = (
+    *("episodes", "epochs", "action_weight", "tasks", "draws", "top_k"),
+    *("mc_tasks", "mc_draws", "continuations", "compare"),
+)
+"""Options that figures depend on."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,26 +156,27 @@ def mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-async def teach_critic(model: Path, folder: Path, seed: int, args: argparse.Namespace) -> None:
-    """Play training tasks with the base and fit a critic to what came of them."""
+async def play_training_tasks(model: Path, seed: int, args: argparse.Namespace) -> Evaluation:
+    """Play with the base what the critic learns from."""
     async with Engine.start(model) as engine:
         runtime = Runtime(engine.endpoint, limits=LIMITS)
-        episodes = await runtime.evaluate(ShoppingEnv, train_tasks(args.episodes, seed=seed), seed=seed)
-    print(f"seed {seed}: base on training tasks {episodes}", flush=True)
+        return await runtime.evaluate(ShoppingEnv, train_tasks(args.episodes, seed=seed), seed=seed)
+
+
+def teach_critic(model: Path, folder: Path, seed: int, args: argparse.Namespace) -> None:
+    """Play training tasks with the base and fit a critic to what came of them."""
+    print(f"seed {seed}: the base plays {args.episodes} training tasks", flush=True)
+    episodes = asyncio.run(play_training_tasks(model, seed, args))
+    print(f"seed {seed}: success {episodes}; fitting a critic to them", flush=True)
     config = ValueFitConfig(epochs=args.epochs, action_weight=args.action_weight, seed=seed)
-    report = await asyncio.to_thread(fit_critic, model, episodes.trajectories, folder / "critic", config=config)
+    # Not in a coroutine: Ctrl-C would wait for its end.
+    report = fit_critic(model, episodes.trajectories, folder / "critic", config=config)
     (folder / "critic.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     print(f"seed {seed}: critic AUC {report.auc} after epoch {report.epoch}, losses {report.losses}", flush=True)
 
 
-async def run_seed(seed: int, folder: Path, args: argparse.Namespace) -> None:
-    """Do what is not done yet for one seed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = Path(args.warm_starts) / f"seed{seed}" if args.warm_starts else folder / "model"
-    if not model.exists():
-        shopping_policy(folder / "model.partial", seed=seed).rename(model)
-    if not (folder / "critic.json").exists():
-        await teach_critic(model, folder, seed, args)
+async def measure_all(model: Path, folder: Path, seed: int, args: argparse.Namespace) -> None:
+    """Measure the cells that are missing for one seed, each kept as soon as it is there."""
     grid = [(BASE, 0.0), *((TURN, b) for b in args.betas), *((TOKEN, b) for b in args.betas)]
     grid += [(MONTE_CARLO, max(args.betas))] if args.mc_tasks else []
     done = {(cell.method, cell.beta) for cell in cells_of(folder)}
@@ -183,6 +190,38 @@ async def run_seed(seed: int, folder: Path, args: argparse.Namespace) -> None:
         if args.compare and not (folder / "agreement.json").exists():
             agreement = await compare_with_branches(runtime, q, args)
             (folder / "agreement.json").write_bytes(msgspec.json.encode(agreement))
+            print(f"seed {seed}: critic against continuations: {agreement}", flush=True)
+
+
+def run_seed(seed: int, folder: Path, args: argparse.Namespace) -> None:
+    """Do what is not done yet for one seed."""
+    model = model_of(seed, folder, args)
+    if not model.exists():
+        print(f"seed {seed}: warm start, cloning a careless scripted shopper", flush=True)
+        shopping_policy(folder / "model.partial", seed=seed).rename(model)
+    if not (folder / "critic.json").exists():
+        teach_critic(model, folder, seed, args)
+    asyncio.run(measure_all(model, folder, seed, args))
+
+
+def model_of(seed: int, folder: Path, args: argparse.Namespace) -> Path:
+    """Return the folder of the base policy, made or not."""
+    return Path(args.warm_starts) / f"seed{seed}" if args.warm_starts else folder / "model"
+
+
+def require_same_settings(folder: Path, args: argparse.Namespace) -> None:
+    """Keep what the figures of a seed depend on, and stop rather than mix them with figures of other settings."""
+    # Part of what 0 leaves out may come later.
+    asked = {name: value for name in SETTINGS if (value := getattr(args, name))}
+    asked["warm_starts"] = str(Path(args.warm_starts).resolve()) if args.warm_starts else "made here"
+    path = folder / "settings.json"
+    kept: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+    if differ := [
+        f"{name} {kept[name]}, not {asked[name]}" for name in asked if kept.get(name, asked[name]) != asked[name]
+    ]:
+        raise SystemExit(f"{folder} holds figures of other settings: {'; '.join(differ)}. Choose another --run-dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(kept | asked))
 
 
 def cells_of(folder: Path) -> list[Cell]:
@@ -252,31 +291,49 @@ def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def run_all(seeds: Sequence[int], folders: Sequence[Path], args: argparse.Namespace) -> None:
+    """Run what is missing; what cannot work is refused before the first minute is spent."""
+    for seed, folder in zip(seeds, folders, strict=True):
+        if args.warm_starts and not (found := model_of(seed, folder, args)).exists():
+            raise SystemExit(f"--warm-starts must hold a model for every seed: {found} is missing")
+        require_same_settings(folder, args)
+    try:
+        for seed, folder in zip(seeds, folders, strict=True):
+            run_seed(seed, folder, args)
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command goes on from here") from None
+
+
 def main(args: argparse.Namespace) -> None:
     """Run what is missing and compare all there is."""
     run_dir = Path(args.run_dir)
     folders = [run_dir / f"seed{seed}" for seed in args.seeds]
     if not args.plot_only:
-        for seed, folder in zip(args.seeds, folders, strict=True):
-            asyncio.run(run_seed(seed, folder, args))
+        run_all(args.seeds, folders, args)
     reports = [f / "critic.json" for f in folders if (f / "critic.json").exists()]
     found = [msgspec.json.decode(path.read_bytes(), type=ValueFitReport).auc for path in reports]
     aucs = [auc for auc in found if auc is not None]
     compared = [f / "agreement.json" for f in folders if (f / "agreement.json").exists()]
     agreements = [msgspec.json.decode(path.read_bytes(), type=Agreement) for path in compared]
     rows = summarise(folders)
+    if not rows or rows[0]["method"] != BASE:
+        raise SystemExit(f"nothing is measured yet in {run_dir} for seeds {args.seeds}; run without --plot-only first")
     title = "critic AUC not defined"
     if aucs:
         title = f"critic AUC {statistics.fmean(aucs):.2f} ({min(aucs):.2f} to {max(aucs):.2f})"
     plot(run_dir / "guided.png", rows, title)
     (run_dir / "table.md").write_text(table(rows))
-    print(f"\n{title}\n{table(rows)}")
+    agreed, noise = mean(a.correlation for a in agreements), mean(a.split_half for a in agreements)
+    print(f"\n{title}")
+    if agreed is not None and noise is not None:
+        print(f"correlation with Monte Carlo values {agreed:.2f}, of halves of those with each other {noise:.2f}")
+    print(f"{table(rows)}\n{run_dir / 'table.md'}, {run_dir / 'guided.png'}")
     summary = {
         "run_dir": str(run_dir),
         "seeds": args.seeds,
         "auc": mean(aucs),
-        "correlation": mean(a.correlation for a in agreements),
-        "split_half": mean(a.split_half for a in agreements),
+        "correlation": agreed,
+        "split_half": noise,
         "cells": rows,
     }
     line = msgspec.json.encode(summary).decode()
@@ -285,22 +342,40 @@ def main(args: argparse.Namespace) -> None:
     print(line)
 
 
+def number(kind: type[int] | type[float], least: float, *, above: bool = False) -> Callable[[str], float]:
+    """Return what reads an option: a finite number of at least `least`, or above it."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not (value > least if above else value >= least) or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {least:g}: got {text}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse says it of what is no number
+    return read
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count, positive = number(int, 1), number(float, 0, above=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    parser.add_argument("--episodes", type=int, default=8192, help="of the base, to teach the critic")
-    parser.add_argument("--epochs", type=int, default=6, help="over those episodes")
+    parser.add_argument("--episodes", type=count, default=8192, help="of the base, to teach the critic")
+    parser.add_argument("--epochs", type=count, default=6, help="over those episodes")
     parser.add_argument(
-        "--action-weight", type=float, default=5.0, help="of places behind actions, in the critic's loss"
+        "--action-weight", type=positive, default=5.0, help="of places behind actions, in the critic's loss"
     )
-    parser.add_argument("--tasks", type=int, default=256, help="held-out tasks")
-    parser.add_argument("--betas", nargs="+", type=float, default=[1.0, 2.0, 5.0, 10.0, 20.0])
-    parser.add_argument("--draws", type=int, default=8, help="actions drawn per decision")
-    parser.add_argument("--top-k", type=int, default=6, help="tokens whose values are looked up")
-    parser.add_argument("--mc-tasks", type=int, default=48, help="held-out tasks for Monte Carlo values; 0 for none")
-    parser.add_argument("--mc-draws", type=int, default=4, help="actions drawn per decision with Monte Carlo values")
-    parser.add_argument("--continuations", type=int, default=4, help="of each of them")
-    parser.add_argument("--compare", type=int, default=48, help="actions whose value is compared with branches")
+    parser.add_argument("--tasks", type=count, default=256, help="held-out tasks")
+    parser.add_argument("--betas", nargs="+", type=positive, default=[1.0, 2.0, 5.0, 10.0, 20.0])
+    parser.add_argument("--draws", type=count, default=8, help="actions drawn per decision")
+    parser.add_argument("--top-k", type=count, default=6, help="tokens whose values are looked up")
+    parser.add_argument(
+        "--mc-tasks", type=number(int, 0), default=48, help="held-out tasks for Monte Carlo values; 0 for none"
+    )
+    parser.add_argument("--mc-draws", type=count, default=4, help="actions drawn per decision with Monte Carlo values")
+    parser.add_argument("--continuations", type=count, default=4, help="of each of them")
+    parser.add_argument(
+        "--compare", type=number(int, 0), default=48, help="actions whose value is compared with branches; 0 for none"
+    )
     parser.add_argument("--run-dir", default="runs/guided", help="where everything is written and found again")
     parser.add_argument("--warm-starts", help="folder with a model seed<k> per seed; default: made in --run-dir")
     parser.add_argument("--plot-only", action="store_true", help="run nothing, compare what is there")

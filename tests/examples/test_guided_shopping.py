@@ -77,6 +77,46 @@ def test_a_run_leaves_table_plot_and_figures_and_is_not_repeated(script, tmp_pat
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == told
 
 
+def test_figures_of_other_settings_are_not_mixed(script, tmp_path):
+    script.require_same_settings(tmp_path / "seed3", arguments(tmp_path, mc_tasks=0))
+    script.require_same_settings(tmp_path / "seed3", arguments(tmp_path, betas=[1.0, 2.0]))
+    script.require_same_settings(tmp_path / "seed3", arguments(tmp_path, compare=0))
+    with pytest.raises(SystemExit, match=r"other settings: episodes 24, not 48; mc_tasks 1, not 2\. Choose"):
+        script.main(arguments(tmp_path, episodes=48, mc_tasks=2))
+    with pytest.raises(SystemExit, match="other settings: warm_starts made here, not "):
+        script.require_same_settings(tmp_path / "seed3", arguments(tmp_path, warm_starts=str(tmp_path)))
+
+
+def test_what_cannot_work_is_refused_before_anything_runs(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "run_seed", lambda *ignored: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=r"--warm-starts must hold a model for every seed: .*seed3 is missing"):
+        script.main(arguments(tmp_path / "runs", warm_starts=str(tmp_path)))
+    with pytest.raises(SystemExit, match="nothing is measured yet in "):
+        script.main(arguments(tmp_path / "runs", plot_only=True))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("0", "must be at least 1: got 0"), ("-1", "got -1"), ("x", "invalid literal")]
+)
+def test_options_are_read_as_what_they_must_be(script, text, said):
+    with pytest.raises((argparse.ArgumentTypeError, ValueError), match=said):
+        script.number(int, 1)(text)
+    for odd in ("nan", "inf", "0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be above 0"):
+            script.number(float, 0, above=True)(odd)
+    assert script.number(int, 1)("1") == 1
+
+
+def test_ctrl_c_says_how_to_go_on(script, tmp_path, monkeypatch):
+    def stopped(*ignored):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "run_seed", stopped)
+    with pytest.raises(SystemExit, match="the same command goes on"):
+        script.main(arguments(tmp_path))
+
+
 def test_more_betas_are_added_to_what_is_there(script, tmp_path):
     cell = script.Cell(method="base", beta=0.0, successes=1, scored=4, kl=0.0, tokens=9.0)
     better = script.Cell(method="turn", beta=5.0, successes=3, scored=4, kl=0.5, distinct=2.0, tokens=70.0)
