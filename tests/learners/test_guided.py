@@ -3,6 +3,7 @@
 Bandits with enumerable draws: every number is an expectation, computed by the learner's own functions on records.
 """
 
+import copy
 import itertools
 import logging
 import math
@@ -438,3 +439,145 @@ def test_replay_counts_the_choice_among_the_ratios_and_calls_no_guided_turn_on_p
     assert found["guided"]["replay_target_vtrace"] == 1
     assert found["plain"]["replay_ess_turn_ratio"] == pytest.approx(1, abs=1e-4)
     assert found["guided"]["replay_ess_turn_ratio"] < 0.99
+
+
+# --- the whole loss of a mixed batch, against its definition
+
+
+def _as_guided(trajectory: Trajectory, number: int, *, chosen: bool, tokens: bool) -> Trajectory:
+    """Return the episode as if its turns had been guided: chosen among draws, token by token, both, or neither."""
+    columns = []
+    for segment in trajectory.segments:
+        columns.append([*map(list, (segment.ids(), segment.policy_mask, segment.logprob_values()))])
+        columns[-1] += [list(segment.version_values()), list(segment.turn_values())]
+    turns = []
+    for turn in trajectory.turns:
+        at = slice(turn.start, turn.start + turn.length)
+        fields: dict[str, Any] = {}
+        if tokens:
+            logprobs = columns[turn.segment][2]
+            fields["guided_tokens"] = GuidedTokens(
+                beta=1.0, top_k=4, tail="base", value_version=3, base_logprobs=array("f", logprobs[at]).tobytes()
+            )
+            shift = 0.4 - 0.3 * ((number + turn.index) % 4)
+            logprobs[at] = [min(lp + shift, -0.01) for lp in logprobs[at]]
+        if chosen:
+            weight = 0.15 + 0.2 * ((turn.index + number) % 4)
+            failed = {"log_selection": 0.0, "fallback": "timeout"} if turn.index == 1 else {}
+            fields["decision"] = decision([weight, 1 - weight], 0, **failed)
+        turns.append(msgspec.structs.replace(turn, **fields))
+    segments = tuple(Segment.of(*column) for column in columns)
+    return msgspec.structs.replace(trajectory, turns=tuple(turns), segments=segments)
+
+
+def _mixed(lab: Any, model: PolicyModel, *, order: Sequence[int] = range(8), rewritten: bool = True) -> Batch:
+    """Return a batch of two groups in which every kind of guidance stands beside every other."""
+    plain = lab.sample_batch(model, [[0.0, 1.0, 0.5, 0.0], [1.0, 0.0, 0.0, 0.25]], drop_early_turns=rewritten)
+    groups = []
+    for half, group in enumerate(plain.groups):
+        members = [_as_guided(t, i, chosen=i in (1, 3), tokens=i in (2, 3)) for i, t in enumerate(group.trajectories)]
+        mixed = [members[i % 4] for i in order if i // 4 == half]
+        groups.append(msgspec.structs.replace(group, trajectories=tuple(mixed)))
+    return msgspec.structs.replace(plain, groups=tuple(groups))
+
+
+def _gradients(folder: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Tensor]:
+    """Return the gradient of one update before it is applied."""
+    learner = _learner(GRPO, folder, max_grad_norm=1e9, parity="report", **options)
+    state, found = learner._state, dict[str, Tensor]()
+
+    def step(*_: object) -> None:
+        found.update({n: p.grad.clone() for n, p in state.model.named_parameters() if p.grad is not None})
+
+    monkeypatch.setattr(state.optimizer, "step", step)
+    learner.update(batch)
+    return found
+
+
+def _expected(batch: Batch, model: PolicyModel, proximal: PolicyModel) -> Tensor:
+    """Return what an update moves up, by its definition, one turn at a time: constant weights times log pi."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for group in batch.groups:
+        mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+        for t in group.trajectories:
+            per_trajectory, length = torch.zeros((), dtype=torch.float64), 0
+            for turn in t.turns:
+                segment = t.segments[turn.segment]
+                at = slice(turn.start, turn.start + turn.length)
+                mask = [0] * len(segment.ids())
+                mask[at] = [1] * turn.length
+                packed = pack([segment.ids()], [mask])
+                behaviour = torch.tensor(segment.logprob_values()[at].tolist(), dtype=torch.float64)
+                with torch.no_grad():
+                    ratios = (proximal.score(packed).logprobs_M - behaviour).exp().clamp(max=2.0)
+                is_chosen = turn.decision is not None and not turn.decision.fallback
+                weight = min(math.exp(-turn.decision.log_selection), 5.0) if turn.decision and is_chosen else 1.0
+                per_trajectory = (
+                    per_trajectory + weight * ((t.reward - mean) * ratios * model.score(packed).logprobs_M).sum()
+                )
+                length += turn.length
+            total, count = total + per_trajectory / length, count + 1
+    return total / count
+
+
+def test_the_gradient_on_a_mixed_batch_is_what_central_differences_of_the_definition_give(
+    lab: Any, folder: Path, model: PolicyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = _mixed(lab, model)
+    found = _gradients(folder, batch, monkeypatch)
+    proximal, generator, epsilon = copy.deepcopy(model).double(), torch.Generator().manual_seed(0), 1e-5
+    for name in found:
+        along = torch.randn(found[name].shape, generator=generator, dtype=torch.float64)
+        values = []
+        for sign in (1, -1):
+            moved = copy.deepcopy(proximal)
+            with torch.no_grad():
+                moved.get_parameter(name).add_(sign * epsilon * along)
+                values.append(float(_expected(batch, moved, proximal)))
+        slope = (values[0] - values[1]) / (2 * epsilon)
+        assert float((found[name].double() * along).sum()) == pytest.approx(-slope, rel=1e-3, abs=1e-5), name
+
+
+def test_a_mixed_batch_teaches_the_same_however_it_is_ordered_cut_and_padded(
+    lab: Any, folder: Path, model: PolicyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _gradients(folder, _mixed(lab, model), monkeypatch)
+    for order, cut in [((3, 1, 0, 2, 6, 7, 5, 4), 8192), (range(8), 1), ((2, 3, 1, 0, 7, 6, 4, 5), 40)]:
+        other = _gradients(folder, _mixed(lab, model, order=order), monkeypatch, microbatch_tokens=cut)
+        for name in whole:
+            torch.testing.assert_close(other[name], whole[name], atol=2e-6, rtol=1e-4)
+
+
+def test_guided_tokens_too_old_to_train_on_take_their_base_log_probs_along(lab: Any, model: PolicyModel) -> None:
+    batch = _mixed(lab, model, rewritten=False)
+    segment = batch.groups[0].trajectories[2].segments[0]
+    versions = list(segment.version_values())
+    start = batch.groups[0].trajectories[2].turns[0].start
+    versions[start] = -5  # the first token of a guided turn, the others are young
+    old = Segment.of(segment.ids(), segment.policy_mask, segment.logprob_values(), versions, segment.turn_values())
+    members = list(batch.groups[0].trajectories)
+    members[2] = msgspec.structs.replace(members[2], segments=(old,))
+    groups = (msgspec.structs.replace(batch.groups[0], trajectories=tuple(members)), batch.groups[1])
+    tokens = lay_out(msgspec.structs.replace(batch, groups=groups), [[True] * 4] * 2, vocabulary_size=24)
+    fresh = lay_out(batch, [[True] * 4] * 2, vocabulary_size=24)
+    assert tokens.base_logprobs_N is not None
+    assert fresh.base_logprobs_N is not None
+    gone_N = fresh.mask_N & ~tokens.mask_N
+    assert int(gone_N.sum()) == 1
+    assert torch.equal(tokens.base_logprobs_N[~gone_N], fresh.base_logprobs_N[~gone_N])
+    assert float(tokens.base_logprobs_N[gone_N]) == 0.0
+
+
+def test_the_smallest_weights_and_the_most_draws_are_truncated_and_never_infinite() -> None:
+    tiny = decision([5e-324, 1.0], 0)
+    many = decision([1e-9] * 3, 0, log_selection=math.log(10**9 * 1e-9))
+    sure = decision([1.0] + [0.0] * 999, 0)
+    batch = in_groups([played(f"t{i}", 0, -0.5, decision=record) for i, record in enumerate([tiny, many, sure])])
+    keep = [[True] * 3]
+    for upper, largest in [(5.0, 5.0), (None, math.exp(20))]:
+        tokens = lay_out(batch, keep, vocabulary_size=3)
+        guided = read_guided(batch, keep, tokens, upper=upper)
+        assert guided.weights_N is not None
+        assert guided.weights_N[tokens.mask_N].tolist() == pytest.approx([largest, 1.0, 1e-3], rel=1e-4)
+        assert all(math.isfinite(value) for value in guided.metrics.values())
+    assert guided.metrics["guided_support_lost_fraction"] == pytest.approx(1 / 3)
