@@ -149,6 +149,7 @@ def spend(ledger: BranchLedger, trajectory: Trajectory) -> None:
 async def side_by_side(items: Iterable[T], run: Callable[[T], Awaitable[None]], *, at_once: int) -> None:
     """Run something for every item, at most `at_once` of them at a time. Cancelled: so are all.
 
+    A cancellation that comes from inside, which nobody asked for, costs its item and no other.
     Raises: the first error of any, after which the others are cancelled.
     """
     room = anyio.Semaphore(at_once)
@@ -156,6 +157,10 @@ async def side_by_side(items: Iterable[T], run: Callable[[T], Awaitable[None]], 
     async def one(item: T) -> None:
         try:
             await run(item)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
         finally:
             room.release()
 
