@@ -16,7 +16,7 @@ from turngate.runtime.errors import ConfigError, MalformedReply
 from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.rendering import Renderer
 from turngate.runtime.resending import resend_aborted
-from turngate.runtime.retries import RetryingClient
+from turngate.runtime.retries import RetryingClient, scrub
 from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.transport import HttpTransport, Transport
 from turngate.runtime.types import Completion, Message, Sampling
@@ -357,7 +357,8 @@ class Endpoint:
 
     def _malformed_reply(self, error: MalformedReply, path: str) -> MalformedReply:
         self._malformed += 1
-        return type(error)(f"{error} (POST {self.url}{path})")
+        # It may hold the start of the reply, and the reply what was sent.
+        return type(error)(scrub(f"{error} (POST {self.url}{path})", self.secrets))
 
     async def request(self, path: str, body: bytes, *, timeout_s: float = 600.0) -> bytes:
         """Post a JSON body below the URL and return the reply's, after the retries that could help.

@@ -227,8 +227,8 @@ class Guidance:
         for other in found[1:]:
             if isinstance(other, BaseException) and not isinstance(other, EndpointError):
                 raise other
-        drawn = [one for one in found if isinstance(one, Completion)]
-        return drawn, "a draw failed" if len(drawn) < len(found) else ""
+        failed = sorted({type(one).__name__ for one in found if isinstance(one, BaseException)})
+        return [one for one in found if isinstance(one, Completion)], f"a draw failed: {failed[0]}" if failed else ""
 
     async def values(self, point: DecisionPoint, completions: Sequence[Completion]) -> tuple[Sequence[float], int, str]:
         """Return (values, their version, why there are none)."""

@@ -214,7 +214,7 @@ def test_a_failed_first_draw_fails_as_the_base_would_and_another_one_costs_the_g
     with pytest.raises(EndpointError, match="down"):
         asyncio.run(Guidance(q_of, beta=1.0, draws=3).choose(failing(0), point()))
     chosen = asyncio.run(Guidance(q_of, beta=1.0, draws=3).choose(failing(2), point()))
-    assert chosen.decision.fallback == "a draw failed"
+    assert chosen.decision.fallback == "a draw failed: EndpointError"
     assert len(chosen.decision.candidates) == 2
 
 
