@@ -120,6 +120,7 @@ async def compare(model: Path, args: argparse.Namespace) -> dict[str, object]:
             exploration=args.exploration,
             cap=args.max_rollouts,
         )
+        print(f"search: {args.simulations} simulations before every action of {args.tasks} episodes", flush=True)
         guidance = Guidance(search, beta=math.inf, draws=args.draws, timeout_s=800)
         found = await runtime.evaluate(ShoppingEnv, tasks, seed=args.seed, guidance=guidance, name="search")
     ledger, told = search.ledger, guidance.statistics()
@@ -149,6 +150,8 @@ def main(args: argparse.Namespace) -> None:
     """Find or make the warm start, compare, and print the figures."""
     model = Path(args.model) if args.model else Path(args.run_dir) / "warm-start"
     if not model.exists():
+        if args.model:
+            raise SystemExit(f"--model must be the folder of a model: {model} does not exist")
         print("warm start: cloning a careless scripted shopper", flush=True)
         shopping_policy(model.with_name("warm-start.partial"), seed=args.seed).rename(model)
     line = msgspec.json.encode(asyncio.run(compare(model, args))).decode()
@@ -157,14 +160,28 @@ def main(args: argparse.Namespace) -> None:
     print(line)
 
 
+def count(text: str) -> int:
+    """Read an option that must be 1 or more."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more: got {text}")
+    return value
+
+
+def constant(text: str) -> float:
+    """Read an option that must be a finite number of at least 0."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0: got {text}")
+    return value
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tasks", type=int, default=64, help="held-out tasks")
-    parser.add_argument("--simulations", type=int, default=24, help="before each action")
-    parser.add_argument("--draws", type=int, default=4, help="candidates of the base policy in each state")
-    parser.add_argument("--exploration", type=float, default=0.7, help="constant of UCT")
-    parser.add_argument("--max-rollouts", type=int, help="hard cap on all simulations; default: none")
+    parser.add_argument("--tasks", type=count, default=64, help="held-out tasks")
+    parser.add_argument("--simulations", type=count, default=24, help="before each action")
+    parser.add_argument("--draws", type=count, default=4, help="candidates of the base policy in each state")
+    parser.add_argument("--exploration", type=constant, default=0.7, help="constant of UCT")
+    parser.add_argument("--max-rollouts", type=count, help="hard cap on all simulations; default: none")
     parser.add_argument("--model", help="folder of the base policy; default: a warm start made in --run-dir")
     parser.add_argument("--run-dir", default="runs/search", help="where the warm start is kept")
     parser.add_argument("--json", help="also write the figures to this file")

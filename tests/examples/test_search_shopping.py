@@ -67,6 +67,18 @@ def test_base_and_search_play_the_same_tasks_and_the_ledger_says_what_it_took(
     assert capped["fallbacks"] > 0
 
 
+def test_what_cannot_work_is_refused_before_anything_runs(script: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--model must be the folder of a model: .*warm does not exist"):
+        script.main(arguments(tmp_path, model=str(tmp_path / "warm")))
+    assert not (tmp_path / "warm").exists()
+    with pytest.raises(argparse.ArgumentTypeError, match="must be 1 or more: got 0"):
+        script.count("0")
+    for odd in ("nan", "inf", "-1"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"got {odd}"):
+            script.constant(odd)
+    assert (script.count("1"), script.constant("0")) == (1, 0.0)
+
+
 class Corner(CoinFlipEnv):
     """Right is the way out, if one then goes on to the left: seldom right for a policy that prefers one word."""
 
