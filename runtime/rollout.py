@@ -224,7 +224,7 @@ class _Episode:
         if start is not None:
             await env.restore(start.snapshot, derive_seed(self._env_seed, "restore"))
             self._history = History.of(start.messages)
-            if start.chat is not None and type(self._context) is FullHistory:
+            if start.chat is not None:
                 self._acting.recall(start.chat)
             self._first_observation = said_last(start.messages)
             return self._history
