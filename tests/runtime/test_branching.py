@@ -1,9 +1,11 @@
 """Monte Carlo values by branching from snapshots."""
 
 import asyncio
+import itertools
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
@@ -438,6 +440,66 @@ def test_a_live_decision_holds_one_snapshot_within_the_cap():
     trajectory, _, _ = guided(lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=capped)
     assert (trajectory.turns[0].text, capped.rollouts) == ("tails", 0)
     assert "room for a decision's snapshot" in trajectory.turns[0].decision.fallback
+
+
+def test_a_state_that_is_kept_for_the_record_is_not_saved_again_for_the_values():
+    saved = []
+
+    class Counts(WrittenEnv):
+        async def snapshot(self):
+            saved.append(len(self.flipped))
+            return await super().snapshot()
+
+    async def play(keep):
+        saved.clear()
+        runtime = runtime_of(says("heads"))
+        q = MonteCarloQ(runtime, lambda: WrittenEnv(3), continuations=1)
+        guidance = Guidance(q, beta=1.0, draws=2)
+        trajectory = await runtime.rollout(lambda: Counts(3), TASK, guidance=guidance, keep_snapshots=keep)
+        return list(saved), trajectory
+
+    (kept, recorded), (_, plain) = run_virtual(play(True)), run_virtual(play(False))
+    assert kept == saved == [0, 1, 2]
+    assert [turn.decision.candidates for turn in recorded.turns] == [turn.decision.candidates for turn in plain.turns]
+
+
+def test_turns_and_estimands_named_twice_count_once_and_unknown_ones_are_refused():
+    ledger = BranchLedger()
+    found = explore(
+        lambda: CoinFlipEnv(3), says("heads"), turns=[1, 0, 1], estimands=["V", "V"], continuations=2, ledger=ledger
+    )
+    assert (list(found.v), found.q, ledger.rollouts) == ([0, 1], {}, 4)
+    for bad, why in (
+        ({"estimands": ["A"]}, "estimands must be Q, V or both: got .'A'."),
+        ({"estimands": []}, "estimands must be Q, V or both"),
+        ({"continuations": 0}, "continuations must be 1 or more: got 0"),
+        ({"turns": [0, -1]}, "turns must be among the episode's: got -1"),
+    ):
+        ledger = BranchLedger()
+        with pytest.raises(ConfigError, match=why):
+            explore(lambda: CoinFlipEnv(3), says("heads"), ledger=ledger, **bad)
+        assert ledger.rollouts == 0
+
+
+def test_an_episode_without_its_messages_is_refused_before_anything_runs():
+    async def play():
+        return await record(runtime_of(says("heads")), lambda: CoinFlipEnv(2))
+
+    bare = msgspec.structs.replace(run_virtual(play()), messages=())
+    with pytest.raises(ConfigError, match=r"needs the episode's messages: expected 2 of the assistant, got 0"):
+        branch_point(bare, 0)
+
+
+def test_continuations_that_a_stray_cancellation_ended_have_failed_and_no_other_has():
+    calls = itertools.count()
+
+    def answer(messages):
+        return asyncio.CancelledError() if next(calls) % 5 == 3 else "heads"
+
+    found = explore(lambda: CoinFlipEnv(2), FakeEndpoint(answer), continuations=10, estimands=["V"])
+    for branches in found.v.values():
+        assert branches.failed > 0 == branches.refused
+        assert branches.failed + branches.estimate.count == 10
 
 
 @pytest.mark.parametrize("bad", [{"continuations": 0}, {"soft_beta": 0.0}, {"soft_beta": math.inf}])
