@@ -97,10 +97,12 @@ def check_snapshot(snapshot: Snapshot) -> None:
 
 def check_action(action: Action, actor: str) -> None:
     """Require of an action that something other than the model chose that it can be shown. Raises ToolError."""
+    if not isinstance(action, Action):
+        raise ToolError(f"action must be an Action: got {_show(action)} ({actor})")
     if problem := _text_problem(action.text):
-        raise ToolError(f"injected action must have a text that can be sent: it {problem} ({actor})")
+        raise ToolError(f"action must have a text that can be sent: it {problem} ({actor})")
     if problem := _calls_problem(action.tool_calls):
-        raise ToolError(f"injected action must have tool calls that can be sent: {problem} ({actor})")
+        raise ToolError(f"action must have tool calls that can be sent: {problem} ({actor})")
 
 
 def check_messages(shown: Sequence[Message], context: str) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from turngate.envs.base import Action, ToolSpec
+from turngate.runtime.answers import check_action
 from turngate.runtime.base_draw import BaseDraw
 from turngate.runtime.errors import ConfigError, EndpointRefused, GuidanceError
 from turngate.runtime.guidance import Candidates, DecisionPoint, Draw, Guidance, candidate_of, pick
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["action_ids", "choose_enumerated"]
 
+_AT_ONCE = 64
+"""Prompts that one decision has scored at once: a list may be long, and connections are not without number."""
 _BEFORE, _AFTER = Message("user", "hi"), Message("user", "go on")
 """What is rendered around an action, to see where it begins and ends; whole episodes would take long, action by action.
 """
@@ -100,7 +103,9 @@ def _scoring_draw(draw: Draw) -> BaseDraw:
 async def _listed(listing: Candidates, point: DecisionPoint) -> list[Action]:
     """Return the actions once each: their probabilities are known, so a second mention adds nothing."""
     found = listing(point)
-    actions = await found if inspect.isawaitable(found) else found
+    actions = list(await found if inspect.isawaitable(found) else found)
+    for action in actions:
+        check_action(action, "listed")
     known = {(one.text, tuple((call.name, call.arguments) for call in one.tool_calls)): one for one in actions}
     return list(known.values())
 
@@ -121,9 +126,12 @@ async def _score(
     prompt_text = prompt.text[1:-1] if type(prompt) is JsonIds else ids_text(prompt)
     start = len(prompt)
 
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
     async def one(action: Action, ids: list[int]) -> Completion:
         whole = JsonIds(b"[%b,%b]" % (prompt_text, ids_text(ids)), start + len(ids))
-        logprobs = (await endpoint.score(whole, timeout_s=timeout_s))[start:]
+        async with at_once:
+            logprobs = (await endpoint.score(whole, timeout_s=timeout_s))[start:]
         versions = [sent] * len(ids)
         return Completion(action.text, ids, logprobs, versions, prompt, "stop", action.tool_calls, sent, sent)
 

@@ -162,6 +162,9 @@ class Guidance:
         beta, or actions cannot be enumerated here.
         """
         beta = self.beta_at(point.policy_version)
+        if beta == 0 and self.candidates is None:
+            self.tally.drawn(1)
+            return await draw(point.seed)
         # Others are shown lists of their own: what they do to them changes neither the draws nor the episode.
         point = msgspec.structs.replace(point, messages=tuple(point.messages), history=tuple(point.history))
         if self.candidates is not None:
@@ -170,9 +173,6 @@ class Guidance:
             # Through Any: in a cycle of imports type checkers take this file and its link for two modules.
             guidance, listing, here = cast(Any, self), cast(Any, self.candidates), cast(Any, point)
             return await choose_enumerated(guidance, listing, draw, here, beta)
-        if beta == 0:
-            self.tally.drawn(1)
-            return await draw(point.seed)
         if self._lacks_snapshots(point):
             self.tally.tell_once(f"decisions are not guided, the base acts alone: {_NO_SNAPSHOTS} ({self.name})")
             return await self.fall_back(draw, point, beta, _NO_SNAPSHOTS)

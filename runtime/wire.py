@@ -5,7 +5,6 @@ Beyond the OpenAI API, as vLLM and the embedded engine have them: `return_token_
 `guidance` the `base_logprobs` and `value_versions`, one each per token, and the `value_version` at the end.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, TypeVar, cast
 
@@ -37,7 +36,9 @@ __all__ = [
 
 _LOGPROB_SLACK = 1e-6
 """How far above 0 rounding may push the log-probability of a certain token."""
-Logprob = Annotated[float, msgspec.Meta(le=_LOGPROB_SLACK)]
+_LEAST_LOGPROB = -1e30
+"""Of what may come: below the smallest float32, in which they are recorded, sums of them are infinite."""
+Logprob = Annotated[float, msgspec.Meta(ge=_LEAST_LOGPROB, le=_LOGPROB_SLACK)]
 """Checked while decoding. JSON has no NaN or infinity, and numbers out of range are refused."""
 
 
@@ -380,5 +381,5 @@ def _aligned(
 def check_logprobs(logprobs: Sequence[float | None], where: str) -> None:
     """Require finite log-probs of at most 0. Raises MalformedReply naming the first that is not."""
     for at, logprob in enumerate(logprobs):
-        if logprob is None or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK:
+        if logprob is None or not _LEAST_LOGPROB <= logprob <= _LOGPROB_SLACK:
             raise MalformedReply(f"log-probs must be finite and at most 0: got {logprob} ({where}[{at}])")

@@ -258,7 +258,7 @@ async def test_a_reply_that_contradicts_itself_is_malformed_and_names_the_place(
     assert f"POST {server.url}/chat/completions" in str(caught.value)
 
 
-@pytest.mark.parametrize("logprob", ["NaN", "-Infinity", "-1e999"])
+@pytest.mark.parametrize("logprob", ["NaN", "-Infinity", "-1e999", "-1e300"])
 async def test_logprobs_that_are_no_finite_number_are_malformed(logprob):
     body = (
         '{"choices": [{"message": {"content": "a"}, "token_ids": [1], "logprobs": {"content": [{"logprob": %s}]}}],'
@@ -280,7 +280,7 @@ async def test_prompt_ids_are_checked_when_they_are_looked_at(bad):
 
 def test_non_finite_logprobs_are_found_wherever_they_come_from():
     check_logprobs([-1.0, 0.0, 1e-7], "here")
-    for bad in (math.nan, -math.inf, math.inf, 2e-6):
+    for bad in (math.nan, -math.inf, -1e300, math.inf, 2e-6):
         with pytest.raises(MalformedReply, match=r"\(here\[1\]\)"):
             check_logprobs([-1.0, bad], "here")
 

@@ -209,3 +209,34 @@ def test_actions_of_the_engines_format_are_its_own_ids():
     ids = action_ids(renderer, said, (ToolSpec("search", "", {}),))
     assert ids[-1] == renderer.stop_token_ids[0]
     assert renderer.parse(ids).tool_calls[0].arguments == '{"q": "red"}'
+
+
+@pytest.mark.parametrize("bad", [Action(5), Action(None), Action("\udcff"), Action("a", ("look",)), "a"])
+def test_a_list_that_holds_what_nobody_could_say_costs_the_guidance(bad):
+    guidance = Guidance(q_of, beta=1.0, candidates=lambda point: [Action("left"), bad])
+    trajectory, _ = play(guidance)
+    (turn,) = trajectory.turns
+    assert (turn.text, turn.decision.fallback.partition(":")[0]) == ("base", "error")
+    assert guidance.statistics().fallbacks == {"error": 1}
+
+
+def test_a_long_list_is_scored_a_few_at_a_time():
+    open_now, most = 0, 0
+
+    class Counting(FakeTransport):
+        async def post(self, path, body, *, timeout_s):
+            nonlocal open_now, most
+            open_now += 1
+            most = max(most, open_now)
+            try:
+                return await super().post(path, body, timeout_s=timeout_s)
+            finally:
+                open_now -= 1
+
+    async def q(point, candidates):
+        return [0.0] * len(candidates)
+
+    guidance = Guidance(q, beta=1.0, candidates=lambda point: [Action(str(number)) for number in range(200)])
+    trajectory, transport = play(guidance, transport=Counting(serve, latency_s=1.0))
+    assert len(trajectory.turns[0].decision.candidates) == len(transport.requests) == 200
+    assert most == 64
