@@ -1,5 +1,6 @@
 """Trajectories for people and for files: readable transcripts, and JSON lines that read back exactly."""
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import msgspec
 
 from turngate.runtime.answers import writable
 from turngate.runtime.errors import RecordError
+from turngate.runtime.guided_types import Candidate, Decision
 from turngate.runtime.json_ids import DECODE_ERRORS
 from turngate.runtime.opening import opening_messages
 from turngate.runtime.types import Trajectory, Turn
@@ -23,6 +25,8 @@ def _plain(value: Any) -> Any:
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
 _MAX_DEPTH = 64
 """Of the containers in what an environment leaves in `state`."""
+_CANDIDATE_CHARS = 80
+"""Of a candidate that a transcript shows: to tell it from the others."""
 _decode_any = msgspec.json.Decoder().decode
 _decode = msgspec.json.Decoder(Trajectory).decode
 
@@ -106,13 +110,42 @@ def _turn_lines(turn: Turn) -> list[str]:
     said = turn.text if turn.stop_reason != "length" else f"{turn.text} [cut at {turn.length} tokens]"
     calls = [f"{call.name}({call.arguments})" for call in turn.tool_calls]
     lines = _block(f"turn {turn.index}", "\n".join([said, *calls] if said else calls))
+    if turn.decision is not None:
+        lines += _block("choice", "\n".join(_decision_lines(turn.decision)))
     lines += _block("answer", turn.observation)
     notes = [f"{name} {reward:+g}" for name, reward in turn.rewards.items()]
     if not turn.valid:
         notes.append("invalid action")
     if turn.injected:
         notes.append("injected")
+    if (guided := turn.guided_tokens) is not None:
+        notes.append(f"every token guided, beta {guided.beta:g}, top {guided.top_k}, tail {guided.tail}")
     return lines + ([f"          ({', '.join(notes)})"] if notes else [])
+
+
+def _decision_lines(decision: Decision) -> list[str]:
+    """Return how a turn was chosen, then a line for every different candidate: how often it is there, its value."""
+    how = "listed" if decision.is_enumerated else "drawn"
+    if decision.fallback:
+        return [f"left to the base, of {len(decision.candidates)} {how}: {decision.fallback}"]
+    beta = math.inf if decision.beta < 0 else decision.beta
+    floor = f", floor {decision.floor:g}" if decision.floor else ""
+    lines = [f"by values of {decision.source}, beta {beta:g}{floor}, of {len(decision.candidates)} {how}:"]
+    alike: dict[tuple[str, float | None], list[Candidate]] = {}
+    for one in decision.candidates:
+        alike.setdefault(_said(one), []).append(one)
+    chosen = _said(decision.candidates[decision.chosen])
+    for (said, q), ones in alike.items():
+        value = "none" if q is None else f"{q:.2f}"
+        short = said if len(said) <= _CANDIDATE_CHARS else f"{said[:_CANDIDATE_CHARS]}..."
+        mark, chance = ">" if (said, q) == chosen else " ", sum(one.weight for one in ones)
+        lines.append(f"{mark} {len(ones)}x  Q {value}  p {chance:.2f}  {short}")
+    return lines
+
+
+def _said(candidate: Candidate) -> tuple[str, float | None]:
+    calls = (f"{call.name}({call.arguments})" for call in candidate.tool_calls)
+    return " ".join(" ".join([candidate.text, *calls]).split()), candidate.q
 
 
 def _ending(trajectory: Trajectory) -> str:

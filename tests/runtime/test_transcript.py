@@ -5,11 +5,13 @@ import pytest
 from turngate.envs.base import End, Snapshot, Task, ToolCall
 from turngate.envs.testing import CoinFlipEnv, EchoEnv
 from turngate.runtime.errors import RecordError
+from turngate.runtime.guidance import Guidance
 from turngate.runtime.limits import Limits
 from turngate.runtime.rollout import run_rollout
+from turngate.runtime.runtime import Runtime
 from turngate.runtime.testing import FakeEndpoint, run_virtual
 from turngate.runtime.transcript import read_trajectories, render_transcript, write_trajectories
-from turngate.runtime.types import Message, RestartedFrom, Trajectory, Turn
+from turngate.runtime.types import Candidate, Decision, GuidedTokens, Message, RestartedFrom, Trajectory, Turn
 
 
 def episode(env=EchoEnv, script=("one", "two", "three"), **options):
@@ -150,3 +152,58 @@ def test_a_restarted_episode_shows_where_it_came_from_and_what_was_injected() ->
         "  answer",
     ]
     assert lines[7] == "          (injected)"
+
+
+async def prefers_right(point, candidates):
+    return [2.0 if one.text == "right" else 1.0 for one in candidates]
+
+
+async def knows_nothing(point, candidates):
+    raise RuntimeError("out of ideas")
+
+
+def guided(q, *, draws=4, **options):
+    says = iter(["left", "right", "left", "up " * 60])
+
+    async def play():
+        runtime = Runtime(FakeEndpoint(lambda messages: next(says)), limits=Limits(max_turns=1))
+        return await runtime.rollout(EchoEnv, Task("t"), guidance=Guidance(q, draws=draws, **options))
+
+    return render_transcript(run_virtual(play())).splitlines()
+
+
+def test_a_guided_turn_shows_its_candidates_with_values_and_chances():
+    lines = guided(prefers_right, beta=float("inf"), floor=0.2)
+    assert lines[3] == "  choice  by values of prefers_right, beta inf, floor 0.2, of 4 drawn:"
+    assert sorted(lines[4:7]) == [
+        f"            1x  Q 1.00  p 0.05  {('up ' * 60)[:80]}...",
+        "            2x  Q 1.00  p 0.10  left",
+        "          > 1x  Q 2.00  p 0.85  right",
+    ]
+    assert lines[7].startswith("  answer")
+
+
+def test_a_turn_left_to_the_base_says_why():
+    lines = guided(knows_nothing, beta=1.0)
+    assert lines[3].startswith("  choice  left to the base, of 4 drawn: error: ")
+    assert "out of ideas" in lines[3]
+    assert lines[4].startswith("  answer")
+
+
+def test_equal_texts_of_other_values_and_listed_actions_are_told_apart():
+    candidates = (
+        Candidate(text="go", q=0.25, weight=0.25),
+        Candidate(text="", tool_calls=(ToolCall("a", "go", "{}"),), q=None, weight=0.5),
+        Candidate(text="go", q=0.5, weight=0.25),
+    )
+    decision = Decision(
+        candidates=candidates, chosen=2, beta=5.0, log_selection=0.0, source="critic", is_enumerated=True
+    )
+    tilted = GuidedTokens(beta=5.0, top_k=8, tail="base", value_version=0, base_logprobs=b"")
+    turn = Turn(index=0, segment=0, start=0, length=0, text="go", decision=decision, guided_tokens=tilted)
+    text = render_transcript(Trajectory(id="a", task=Task("t"), turns=(turn,), end=End.success))
+    assert "by values of critic, beta 5, of 3 listed:" in text
+    assert "  1x  Q 0.25  p 0.25  go\n" in text
+    assert "  1x  Q none  p 0.50  go({})\n" in text
+    assert "> 1x  Q 0.50  p 0.25  go\n" in text
+    assert "(every token guided, beta 5, top 8, tail base)" in text
