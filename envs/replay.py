@@ -59,7 +59,8 @@ class ReplayedEnv:
     """An environment that is restored by doing again what was done.
 
     Mutable state: `env` (the environment; a fresh one after each restore), `_record` (None before `reset` and after
-    `aclose`), `_is_used` (it has been reset or restored), `_is_torn` (a step began and did not end).
+    `aclose`), `_task` (of the last reset), `_is_used` (it has been reset or restored), `_is_torn` (a step began and did
+    not end).
     """
 
     def __init__(self, env_factory: EnvFactory, *, deterministic_step: bool | None = None) -> None:
@@ -77,6 +78,7 @@ class ReplayedEnv:
         self.kind = f"turngate.replay:{getattr(self.env, 'kind', '') or _name(self.env)}"
         """Names the environment within, so that its replays are not taken for another's."""
         self._record: _Record | None = None
+        self._task: Task | None = None
         self._is_used = self._is_torn = False
 
     def __repr__(self) -> str:
@@ -85,7 +87,7 @@ class ReplayedEnv:
 
     async def reset(self, task: Task, seed: int) -> Observation:
         """Start an episode and a new record."""
-        self._is_used, self._record = True, None
+        self._is_used, self._record, self._task = True, None, task
         observation = await self.env.reset(task, seed)
         self._record, self._is_torn = _Record(task, _digest(observation), [_Stretch(seed)]), False
         return observation
@@ -127,6 +129,8 @@ class ReplayedEnv:
                 f"snapshot must be of kind {self.kind!r}: got {snapshot.kind!r}; restore it where it is from"
             )
         record = msgspec.convert(json.loads(snapshot.data), _Record)
+        if self._task is not None and _plain(self._task) == _plain(record.task):
+            record.task = self._task  # what JSON made of it may lack tuples, bytes, and keys that are no text
         self._record = None
         if self._is_used:
             used, self.env = self.env, self._make()
@@ -164,6 +168,10 @@ def _digest(answer: Observation | Step) -> str:
     # Not `Step.state`, which is for people and may hold what has no fixed order; repr takes any text there is.
     shown = (answer.observation, answer.rewards, answer.end, answer.valid) if isinstance(answer, Step) else answer
     return blake2b(repr(shown).encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _plain(task: Task) -> str:
+    return json.dumps(msgspec.to_builtins(task))
 
 
 def _check(answer: Observation | Step, expected: str, what: str, env: Env) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from turngate.runtime.errors import ConfigError
 from turngate.runtime.monte_carlo import Estimate
 
 __all__ = [
@@ -39,10 +40,10 @@ def successive_halving(
 
     Every round gives the arms still in it the same number of pulls and keeps the better half, rounded up; ties go to
     the lower index. The winner's mean is optimistic: estimate it again on fresh pulls before reporting it.
-    Args: pull: (arm, count) -> `count` new returns of that arm.
+    Args: pull: (arm, count) -> `count` new returns of that arm, fewer where some failed; an arm without any is worst.
     Source: Karnin et al. 2013, "Almost optimal exploration in multi-armed bandits", algorithm 1, with means over all
         pulls.
-    Raises: ValueError: the budget does not reach for one pull of each arm in the first round.
+    Raises: ValueError: the budget does not reach for one pull of each arm in the first round; a return is not finite.
     """
     rounds_planned = max(1, math.ceil(math.log2(arms))) if arms > 0 else 0
     if arms < 1 or budget < arms * rounds_planned:
@@ -57,7 +58,9 @@ def successive_halving(
         pulls = budget // (len(left) * rounds_planned)
         for arm in left:
             returns[arm] += pull(arm, pulls)
-        means = {arm: math.fsum(returns[arm]) / len(returns[arm]) for arm in left}
+            if bad := [value for value in returns[arm] if not math.isfinite(value)]:
+                raise ValueError(f"returns must be finite: got {bad[0]} of arm {arm}")
+        means = {arm: math.fsum(found) / len(found) if (found := returns[arm]) else -math.inf for arm in left}
         kept = sorted(left, key=lambda arm: (-means[arm], arm))[: math.ceil(len(left) / 2)]
         rounds.append(HalvingRound(tuple(left), pulls, tuple(means[arm] for arm in left), tuple(kept)))
         left = kept
@@ -95,6 +98,14 @@ class SequentialStop(msgspec.Struct, frozen=True, kw_only=True):
     """Stop once the interval lies on one side of it: the sign of Q - threshold is decided."""
     at_least: int = 4
     at_most: int = 32
+
+    def __post_init__(self) -> None:
+        if not self.half_width >= 0:
+            raise ConfigError(f"half_width must be 0 or more: got {self.half_width} (SequentialStop)")
+        if not 1 <= self.at_least <= self.at_most:
+            raise ConfigError(
+                f"at_least must be between 1 and at_most {self.at_most}: got {self.at_least} (SequentialStop)"
+            )
 
     def is_enough(self, so_far: Estimate) -> bool:
         """Whether to stop. Returns that are not 0 or 1 use twice the standard error in the interval's place."""

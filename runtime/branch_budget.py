@@ -53,7 +53,7 @@ class BranchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if (value := getattr(self, name)) is not None and value < 0:
+            if (value := getattr(self, name)) is not None and not value >= 0:
                 raise ConfigError(f"{name} must be None or at least 0: got {value} (BranchLimits)")
 
 

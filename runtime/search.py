@@ -193,7 +193,10 @@ def descend(
     that was done less often than visits ** widening; between executions its outcomes are gone on from, as often as
     they came about. Args: widening: 0 executes once, which is right only where steps have no luck.
     Source of the widening: Couëtoux et al. 2011, "Continuous upper confidence trees".
+    Raises: ValueError: nothing is to be drawn.
     """
+    if draws < 1:
+        raise ValueError(f"draws must be 1 or more: got {draws}; a state without actions leads nowhere")
     path: list[tuple[ActionNode[S], float]] = []
     node: StateNode[S] | None = root
     while node is not None:
@@ -212,7 +215,10 @@ def backup(path: Sequence[tuple[ActionNode[S], float]], *, last_value: float = 0
     """Count a visit of every action on a path, with the return from it on; return that from the first.
 
     Args: last_value: of the state after the path, when a limit cut the play-out short; 0 after a terminal end.
+    Raises: ValueError: a reward or the last value is not finite; nothing is counted then.
     """
+    if bad := [one for one in (last_value, *(reward for _, reward in path)) if not math.isfinite(one)]:
+        raise ValueError(f"returns must be finite: got {bad[0]}; one that is not would spoil every mean above it")
     value = last_value
     for action, reward in reversed(path):
         value = reward + gamma * value

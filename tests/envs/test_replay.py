@@ -181,6 +181,34 @@ async def test_a_first_observation_that_differs_is_told():
         await env.restore(await env.snapshot(), 5)
 
 
+def test_the_task_of_a_branch_is_the_episodes_whatever_json_would_make_of_it():
+    class Keyed(Maze):
+        async def reset(self, task, seed):
+            assert task.data == {"start": (2, 3), "key": b"x", 7: "seven"}
+            return await super().reset(task, seed)
+
+    async def play():
+        runtime = Runtime(FakeEndpoint(lambda messages: "up"), limits=Limits(max_turns=9))
+        task = Task("maze", data={"start": (2, 3), "key": b"x", 7: "seven"})
+        trajectory = await runtime.rollout(replayed(Keyed), task, keep_snapshots=True)
+        return await branch(runtime, replayed(Keyed), trajectory, continuations=2)
+
+    assert all(of.estimate.count == 2 for of in run_virtual(play()).q.values())
+
+
+async def test_a_snapshot_of_another_task_is_restored_with_that_task():
+    class Named(Maze):
+        async def reset(self, task, seed):
+            await super().reset(task, seed)
+            return Observation(task.prompt)
+
+    env, other = replayed(Named)(), replayed(Named)()
+    await env.reset(Task("a", "first"), 1)
+    await other.reset(Task("b", "second"), 1)
+    await other.restore(await env.snapshot(), 0)
+    assert await other.snapshot() == await env.snapshot()
+
+
 async def test_a_branch_of_a_branch_replays_each_stretch_under_its_own_luck():
     env = make_coins()
     await played(env, "heads")

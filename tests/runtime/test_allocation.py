@@ -14,6 +14,7 @@ from turngate.runtime.allocation import (
     successive_halving,
     value_changes,
 )
+from turngate.runtime.errors import ConfigError
 from turngate.runtime.monte_carlo import estimate
 
 
@@ -40,6 +41,14 @@ def test_a_budget_that_cannot_try_every_arm_is_refused():
         successive_halving(lambda arm, count: [0.0] * count, 8, 10)
 
 
+def test_an_arm_whose_pulls_all_failed_is_the_worst_and_a_return_that_is_no_number_is_refused():
+    winner, rounds = successive_halving(lambda arm, count: [] if arm < 2 else [-5.0] * count, 3, 30)
+    assert winner == 2
+    assert rounds[0].means == (-math.inf, -math.inf, -5.0)
+    with pytest.raises(ValueError, match="returns must be finite: got nan of arm 0"):
+        successive_halving(lambda arm, count: [math.nan] * count, 2, 10)
+
+
 def test_neyman_gives_to_spread_and_spends_all():
     assert neyman_allocation([0.5, 0.1, 0.0, 0.4], 32, at_least=2) == [14, 4, 2, 12]
     assert neyman_allocation([0.0, 0.0], 5) == [3, 2]
@@ -59,6 +68,12 @@ def test_sampling_stops_when_the_sign_is_decided_or_the_cap_is_reached():
     assert stop.is_enough(estimate([1] * 6))
     assert not stop.is_enough(estimate([1, 0] * 4))
     assert stop.is_enough(estimate([1, 0] * 8))
+
+
+@pytest.mark.parametrize("bad", [{"half_width": -0.1}, {"half_width": math.nan}, {"at_least": 0}, {"at_least": 33}])
+def test_stops_that_cannot_be_kept_are_refused(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        SequentialStop(**bad)
 
 
 def test_a_single_return_that_is_no_success_rate_decides_nothing():

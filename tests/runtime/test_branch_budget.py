@@ -1,5 +1,7 @@
 """The cost of branching, and its cap."""
 
+import math
+
 import pytest
 
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits, branching_cost
@@ -39,3 +41,5 @@ def test_snapshots_are_held_up_to_the_cap_and_given_back():
 def test_a_negative_cap_is_refused():
     with pytest.raises(ConfigError, match="env_steps must be None or at least 0"):
         BranchLimits(env_steps=-1)
+    with pytest.raises(ConfigError, match="model_tokens must be None or at least 0: got nan"):
+        BranchLimits(model_tokens=math.nan)

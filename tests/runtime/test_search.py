@@ -171,3 +171,17 @@ def test_nodes_say_what_they_are():
     backup(root.grow([ended("a", 1.0)]))
     assert repr(root) == "<StateNode 1 actions, 1 draws, 1 visits>"
     assert repr(next(iter(root.actions.values()))) == "<ActionNode 'a', 1 visits, mean 1.000>"
+
+
+def test_what_is_no_number_spoils_no_mean():
+    root = StateNode("start")
+    path = root.grow([went_on("a", "there"), ended("b", math.nan)])
+    for bad in (lambda: backup(path), lambda: backup(path[:1], last_value=math.inf)):
+        with pytest.raises(ValueError, match="returns must be finite"):
+            bad()
+    assert [action.visits for action, _ in path] == [0, 0]
+
+
+def test_a_search_that_draws_nothing_is_refused():
+    with pytest.raises(ValueError, match="draws must be 1 or more: got 0"):
+        descend(StateNode("start"), draws=0, random=Random(1))
