@@ -468,3 +468,41 @@ def test_an_environment_without_snapshots_is_refused_by_name() -> None:
 
 def leaf(error: BaseException) -> BaseException:
     return leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+class Unreliable(CoinFlipEnv):
+    """Breaks, hangs or lies about every other time that somebody goes back to a state."""
+
+    async def restore(self, snapshot: Any, seed: int) -> None:
+        await super().restore(snapshot, seed)
+        if seed % 4 == 1:
+            raise RuntimeError("no way back")
+        if seed % 4 == 2:
+            self.flipped = ["never"] * 7
+        if seed % 4 == 3:
+            await asyncio.Event().wait()
+
+
+def test_rollouts_are_the_same_to_the_byte_whatever_their_branches_do() -> None:
+    def bare(trajectory: Trajectory) -> Trajectory:
+        turns = tuple(
+            msgspec.structs.replace(turn, scores={}, snapshot=None, model_s=0.0, env_s=0.0) for turn in trajectory.turns
+        )
+        return msgspec.structs.replace(trajectory, turns=turns, started_s=0.0, ended_s=0.0)
+
+    async def play(is_branched: bool) -> tuple[dict[str, Trajectory], GroupBrancher]:
+        lab = Lab(lambda: Unreliable(2), estimands=("V", "Q"), train_on=True)
+        if not is_branched:
+            lab.collector._brancher = None
+        collecting = asyncio.ensure_future(lab.collector.run())
+        batch = await lab.buffer.take()
+        collecting.cancel()
+        await asyncio.wait({collecting})
+        assert (lab.runtime.slots.held, lab.runtime.slots.waiting) == (0, 0)
+        return {t.id: bare(t) for group in batch.groups for t in group.trajectories}, lab.brancher
+
+    (branched, brancher), (plain, _) = run_virtual(play(True)), run_virtual(play(False))
+    assert branched == plain
+    assert len(plain) == 4
+    assert brancher.metrics()["branch_failed"] > 0
+    assert brancher.ledger.snapshot_bytes == 0
