@@ -11,7 +11,7 @@ from turngate.runtime.rollout import run_rollout
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.testing import FakeEndpoint, run_virtual
 from turngate.runtime.transcript import read_trajectories, render_transcript, write_trajectories
-from turngate.runtime.types import Candidate, Decision, GuidedTokens, Message, RestartedFrom, Trajectory, Turn
+from turngate.runtime.types import Candidate, Decision, GuidedTokens, Message, RestartedFrom, Sampling, Trajectory, Turn
 
 
 def episode(env=EchoEnv, script=("one", "two", "three"), **options):
@@ -166,7 +166,8 @@ def guided(q, *, draws=4, **options):
     says = iter(["left", "right", "left", "up " * 60])
 
     async def play():
-        runtime = Runtime(FakeEndpoint(lambda messages: next(says)), limits=Limits(max_turns=1))
+        limits, sampling = Limits(max_turns=1), Sampling(max_tokens=200)
+        runtime = Runtime(FakeEndpoint(lambda messages: next(says)), limits=limits, sampling=sampling)
         return await runtime.rollout(EchoEnv, Task("t"), guidance=Guidance(q, draws=draws, **options))
 
     return render_transcript(run_virtual(play())).splitlines()
