@@ -35,7 +35,7 @@ def conversation_of(endpoint: "ChatEndpoint") -> Conversation:
     return cast(Conversation, begin()) if begin is not None else endpoint
 
 
-def token_mode_of(endpoint: "ChatEndpoint") -> str:
+def token_mode_of(endpoint: object) -> str:
     """Return the endpoint's `TokenMode`; empty when it does not say."""
     dialect = getattr(endpoint, "dialect", None)
     return dialect.token_mode if isinstance(dialect, Dialect) else ""

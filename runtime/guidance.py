@@ -20,6 +20,7 @@ import msgspec
 
 from turngate.envs.base import Action
 from turngate.runtime.answers import describe_error
+from turngate.runtime.conversation import token_mode_of
 from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, ToolError
 from turngate.runtime.foreign import ForeignCalls
@@ -41,6 +42,7 @@ from turngate.runtime.value_functions import (
 __all__ = ["Beta", "Candidates", "DecisionPoint", "Draw", "Guidance", "GuidanceStatistics", "QFunction", "QValues"]
 
 _NO_SNAPSHOTS = "no snapshots: the values need an environment with snapshots to branch from"
+_NO_IDS = "no token ids: the values are read from ids, which this endpoint does not give (token mode 'text')"
 _WHY_CHARS = 1000
 """Of a failure's text in a record: what others raise may hold whole replies."""
 _BUDGET_BETA = 1e12
@@ -173,9 +175,9 @@ class Guidance:
             # Through Any: in a cycle of imports type checkers take this file and its link for two modules.
             guidance, listing, here = cast(Any, self), cast(Any, self.candidates), cast(Any, point)
             return await choose_enumerated(guidance, listing, draw, here, beta)
-        if self._lacks_snapshots(point):
-            self.tally.tell_once(f"decisions are not guided, the base acts alone: {_NO_SNAPSHOTS} ({self.name})")
-            return await self.fall_back(draw, point, beta, _NO_SNAPSHOTS)
+        if why := self._cannot_ask(draw, point):  # and so nothing is drawn to be thrown away
+            self.tally.tell_once(f"decisions are not guided, the base acts alone: {why} ({self.name})")
+            return await self.fall_back(draw, point, beta, why)
         # 1. Draw; all of them, duplicates included.
         completions, missing = await self._draw(draw, point.seed)
         # 2. Ask what they are worth.
@@ -213,8 +215,12 @@ class Guidance:
             return beta
         return min(beta, beta_for_kl(base_logprobs, q, self.max_kl), _BUDGET_BETA)
 
-    def _lacks_snapshots(self, point: DecisionPoint) -> bool:
-        return point.snapshot is None and getattr(self.q, "needs_snapshots", False)
+    def _cannot_ask(self, draw: Draw, point: DecisionPoint) -> str:
+        """Return what the value function needs and nobody has here; empty when it can be asked."""
+        if point.snapshot is None and getattr(self.q, "needs_snapshots", False):
+            return _NO_SNAPSHOTS
+        is_text = token_mode_of(getattr(draw, "endpoint", None)) == "text"
+        return _NO_IDS if is_text and getattr(self.q, "needs_token_ids", False) else ""
 
     async def _draw(self, draw: Draw, seed: int) -> tuple[list[Completion], str]:
         """Return the draws, and what is missing of them; the first is what the base alone would have drawn."""

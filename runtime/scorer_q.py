@@ -54,13 +54,13 @@ class ScorerQ:
         score_turn = getattr(self._scorer, "score_turn", None)
         if score_turn is not None:
             ask = cast(Callable[[Trajectory, int], Awaitable[float]], score_turn)
-            return float(await ask(trajectory, len(trajectory.turns) - 1))
+            return await ask(trajectory, len(trajectory.turns) - 1)
         scores = list(await self._scorer(trajectory))
         if len(scores) != len(trajectory.turns):
             raise GuidanceError(
                 f"scores must be one number per turn: expected {len(trajectory.turns)}, got {len(scores)} ({self.name})"
             )
-        return float(scores[-1])
+        return scores[-1]  # as it is: guidance makes numbers of values, and knows what is none
 
 
 def imagined(point: DecisionPoint, candidate: Completion) -> Trajectory:

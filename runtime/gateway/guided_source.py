@@ -8,6 +8,7 @@ import msgspec
 
 from turngate.envs.base import ToolSpec
 from turngate.runtime.endpoint import Endpoint
+from turngate.runtime.errors import MalformedReply
 from turngate.runtime.gateway.asks import ChatAsk, Fields, TextAsk
 from turngate.runtime.gateway.collected import ChatChunk, TextChunk
 from turngate.runtime.gateway.drawing import Drawing
@@ -16,6 +17,7 @@ from turngate.runtime.gateway.rendered_source import offered_tools
 from turngate.runtime.gateway.sources import Chunk, ServerSource, Whole
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.guided_conversation import decision_point
+from turngate.runtime.json_ids import DECODE_ERRORS
 from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session import Session
@@ -120,7 +122,7 @@ class GuidedSource:
         completion = await self._guidance.choose(draw, point)
         there = [whole for whole in drawn if whole is not None]  # decisions number the draws that came
         whole = there[completion.decision.chosen if completion.decision is not None else 0]
-        return _Reply(msgspec.json.decode(whole.body), completion)
+        return _Reply(_decoded(whole.body), completion)
 
     def _body(self, prompt: object, seed: int) -> bytes:
         """Return the request for one draw; made when it is sent, as the model's name may change with its version."""
@@ -150,6 +152,15 @@ class GuidedSource:
             choices.append(choice)
         usage = _usage([reply.fields for reply in self._chosen], self._ask.n or 1)
         return {**merged, "choices": choices, "usage": usage}
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    """Return a reply with all its fields, also those that nobody reads. Raises: MalformedReply: they cannot be read."""
+    try:
+        found: dict[str, Any] = msgspec.json.decode(body)
+    except DECODE_ERRORS as error:
+        raise MalformedReply(f"reply must be JSON throughout: {error}") from error
+    return found
 
 
 def _prompts(ask: ChatAsk | TextAsk) -> Sequence[object]:

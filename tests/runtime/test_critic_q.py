@@ -10,14 +10,18 @@ import torch
 
 from tests.runtime.test_wire_guidance import TOKENIZER, Talk, models
 from turngate.envs.base import Task
+from turngate.envs.fakes import EchoEnv
 from turngate.runtime import Limits, Runtime, Sampling
 from turngate.runtime.critic_q import CriticQ
+from turngate.runtime.dialect import OPENAI
+from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.engine import Engine
 from turngate.runtime.engine.incremental import Incremental, Span
 from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, MalformedReply
 from turngate.runtime.guidance import DecisionPoint, Guidance
 from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.testing import FakeTransport
+from turngate.runtime.testing.endpoints import fake_reply
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Completion
 
@@ -158,3 +162,16 @@ async def test_a_critic_that_never_answers_leaves_the_base_and_is_told_about(cap
         for _ in range(20):
             assert (await guidance.choose(draw, POINT)).decision.fallback.startswith("error")
     assert [record.getMessage()[:44] for record in caplog.records] == ["no decision of the first 16 was guided, the "]
+
+
+async def test_where_a_server_gives_no_ids_the_base_draws_once_and_that_is_told_once(caplog):
+    chats = FakeTransport(lambda path, request: Reply(200, {}, msgspec.json.encode(fake_reply(request, "a"))))
+    critic, transport = asking(pooled([0.1], [0.1]))
+    async with Endpoint("http://x/v1", model="m", dialect=OPENAI, transport=chats) as endpoint:
+        guidance = Guidance(critic, beta=1.0, draws=8)
+        runtime = Runtime(endpoint, limits=Limits(max_turns=3), guidance=guidance)
+        with caplog.at_level(logging.WARNING, "turngate.guidance"):
+            trajectory = await runtime.rollout(lambda: EchoEnv(3), Task("t"))
+    assert [turn.decision.fallback[:12] for turn in trajectory.turns] == ["no token ids"] * 3
+    assert (len(chats.requests), len(transport.requests)) == (3, 0)
+    assert len(caplog.records) == 1

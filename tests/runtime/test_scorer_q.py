@@ -94,3 +94,13 @@ def test_a_judge_is_asked_about_the_candidates_alone():
     assert [turn.text for turn in trajectory.turns] == ["right"] * 3
     assert [c.q for c in trajectory.turns[0].decision.candidates] == [0.1, 0.9, 0.1, 0.9]
     assert len(judge.calls) == 6  # two different candidates at each of three turns
+
+
+@pytest.mark.parametrize("edit", [lambda scores: ["0.5"] * len(scores), lambda scores: "12"[: len(scores)]])
+def test_scores_that_are_texts_cost_the_guidance(edit):
+    async def play():
+        runtime = Runtime(FakeEndpoint(lambda _: "x"), limits=Limits(max_turns=1))
+        guidance = Guidance(ScorerQ(Lengths(edit)), beta=1.0, draws=2)
+        return await runtime.rollout(lambda: EchoEnv(1), TASK, guidance=guidance)
+
+    assert "got texts" in run_virtual(play()).turns[0].decision.fallback

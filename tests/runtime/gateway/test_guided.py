@@ -19,6 +19,7 @@ from turngate.runtime.guidance import Guidance
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.session_table import SessionTable
 from turngate.runtime.testing import FakeEndpoint, FakeTransport
+from turngate.runtime.testing.endpoints import fake_reply
 from turngate.runtime.testing.renderers import FakeRenderer
 from turngate.runtime.testing.scripted_server import Said
 from turngate.runtime.transport import Reply
@@ -428,3 +429,19 @@ async def test_usage_counts_every_prompt_once():
         _, both, _ = await d.post("/v1/completions", session.key, {**prompts, "model": "base@guided"})
     expected = [told["usage"]["prompt_tokens"] for told in (alone, other)]
     assert both["usage"]["prompt_tokens"] == sum(expected)
+
+
+async def test_a_reply_with_fields_that_cannot_be_read_is_malformed_and_no_bug():
+    async def serve(path, body, *, timeout_s):
+        reply = msgspec.json.encode(fake_reply(msgspec.json.decode(body), "hi"))
+        return Reply(200, {}, b'{"x": 1e999, ' + reply[1:])
+
+    transport = FakeTransport()
+    transport.post = serve
+    upstream = Endpoint("http://x/v1", model="base", transport=transport)
+    async with Gateway(SessionTable(upstream), guidance=guidance()) as gateway, aiohttp.ClientSession() as http:
+        session = gateway.sessions.create()
+        headers = {"Authorization": f"Bearer {session.key}"}
+        async with http.post(f"{gateway.url}/chat/completions", json=GUIDED, headers=headers) as reply:
+            assert reply.status == 502
+            assert "must answer with a whole completion" in await reply.text()
