@@ -20,6 +20,8 @@ from turngate.runtime.branching import (
     wanted_turns,
 )
 from turngate.runtime.continuation import side_by_side
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.learner import Learner
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Group, Trajectory, Turn
@@ -69,6 +71,15 @@ class Branching:
     def scores(self) -> tuple[str, ...]:
         """Names of the scores that turns will have."""
         return tuple(_SCORES[kind] for kind in self.estimands)
+
+    def check_learner(self, learner: Learner) -> None:
+        """Require that the learner can learn from what it is given. Raises: ConfigError: it reads what is not there."""
+        needed = tuple(getattr(learner, "needs_scores", ()))
+        if self.train_on and needed:
+            raise ConfigError(
+                "train_on must go with a learner that reads no scores, which continuations have none of: got one that "
+                f"reads {', '.join(needed)} (Branching); leave train_on out, or choose another credit"
+            )
 
 
 class GroupBrancher:

@@ -76,6 +76,8 @@ async def train(
     _check_kind("branching", branching, Branching)
     scores = (*runtime.scorers.names, *(branching.scores if branching is not None else ()))
     check_learner(learner, runtime.sampling, max_staleness, scores, runtime.guidance)
+    if branching is not None:
+        branching.check_learner(learner)
     check_restarts(restarts, runtime.scorers.names)
     check_agent_run(env, restarts=restarts, injection=injection, branching=branching)
     config = TrainConfig(

@@ -38,6 +38,8 @@ async def test_vine_credit_trains_on_values_from_branches(model: Path, tmp_path:
     learner = GRPO(model, credit="vine", off_policy="decoupled", score_truncations=True)
     with pytest.raises(ConfigError, match=r"expected mc_value, got none; .*train\(branching="):
         await trained(model, tmp_path / "refused", learner, None)
+    with pytest.raises(ConfigError, match="train_on must go with a learner that reads no scores"):
+        await trained(model, tmp_path / "refused", learner, Branching(continuations=2, train_on=True))
     rows = await trained(model, tmp_path / "run", learner, Branching(continuations=2))
     assert [row["excluded_unvalued"] for row in rows] == [0, 0]
     assert all(row["policy_tokens"] > 0 for row in rows)

@@ -33,6 +33,7 @@ from turngate.runtime.monte_carlo import Estimate
 from turngate.runtime.scheduler import Collection, Collector, TaskStream
 from turngate.runtime.staleness import StalenessLimit
 from turngate.runtime.testing import FakeEndpoint, run_virtual
+from turngate.runtime.testing.learner import CountingLearner
 from turngate.runtime.types import Completion, Group, Message, Trajectory
 
 TASK = Task("coin")
@@ -202,6 +203,16 @@ def test_a_gate_that_names_a_turn_twice_pays_for_it_once() -> None:
 def test_settings_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Branching(**bad)
+
+
+def test_continuations_train_no_learner_that_reads_scores_which_they_lack() -> None:
+    class ReadsValues(CountingLearner):
+        needs_scores = (MC_VALUE, "progress")
+
+    with pytest.raises(ConfigError, match=r"train_on must go with .* reads mc_value, progress"):
+        Branching(train_on=True).check_learner(ReadsValues())
+    Branching(train_on=True).check_learner(CountingLearner())
+    Branching().check_learner(ReadsValues())
 
 
 def test_its_metrics_are_the_documented_ones() -> None:
