@@ -10,6 +10,7 @@ Synchronous and single-threaded: one thread calls `submit`, `cancel`, `swap_weig
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,16 @@ _MAX_WAVES = 4
 _SHARED_BLOCKS = 2
 """New blocks two requests must share for one to wait for the other: less is cheaper to compute twice."""
 _SEED_MASK = (1 << 64) - 1
+
+
+class _Admitted(NamedTuple):
+    """A request that joins, and what is to be run of its prompt."""
+
+    sequence: LiveSequence
+    span: Span | None
+    """By the policy; None where only the value of a critic is wanted."""
+    value_span: Span | None
+    """By a critic beside the policy; None where it does not follow."""
 
 
 class Batcher:
@@ -177,37 +188,45 @@ class Batcher:
         """Fill free rows from the queue, in waves: a later wave finds in the cache what an earlier one computed."""
         budget = self.config.max_prefill_tokens
         for _ in range(_MAX_WAVES):
-            wave, spans, budget = self._next_wave(budget)
+            wave, budget = self._next_wave(budget)
             if not wave:
                 return
-            self._prefill(wave, spans, out)
+            self._prefill(wave, out)
 
-    def _next_wave(self, budget: int) -> tuple[list[LiveSequence], list[Span | None], int]:
+    def _next_wave(self, budget: int) -> tuple[list[_Admitted], int]:
         """Take requests that fit the free rows and the budget and share no new prefix with one another.
 
-        Returns them, what the policy has to run of each, None where it has not, and the budget that is left.
+        Returns them, with what is to be run of each, and the budget that is left.
         """
-        wave: list[LiveSequence] = []
-        spans: list[Span | None] = []
+        wave: list[_Admitted] = []
         deferred: list[LiveSequence] = []
         new_keys: set[int] = set()
         free = self.config.max_running - len(self._running)
         while self._waiting and len(wave) < free and budget > 0:
             sequence = self._waiting.popleft()
-            # Only values are wanted: then the policy need not run.
-            rows = self._values.rows if sequence.request.value else self._rows
-            entry, length = (None, 0) if sequence.request.echo else rows.cache.find(sequence.ids, sequence.keys)
-            if rows.cache.max_tokens and self._is_worth_waiting(sequence, length, new_keys):
+            known = {
+                rows: (None, 0) if sequence.request.echo else rows.cache.find(sequence.ids, sequence.keys)
+                for rows in self._models_of(sequence)
+            }
+            lengths = [length for _, length in known.values()]
+            if self.config.max_cached_tokens and self._is_worth_waiting(sequence, min(lengths), new_keys):
                 deferred.append(sequence)
                 continue
             sequence.row = len(self._running) + len(wave)
-            self._count_prompt(sequence, length)
-            spans.append(rows.place(sequence.row, sequence.ids, entry, length) if rows is self._rows else None)
-            wave.append(sequence)
+            self._count_prompt(sequence, lengths[0])
+            spans = {rows: rows.place(sequence.row, sequence.ids, *found) for rows, found in known.items()}
+            of_critic = spans.get(self._values.rows) if self._values.has_own_rows else None
+            wave.append(_Admitted(sequence, spans.get(self._rows), of_critic))
             new_keys.update(sequence.keys)
-            budget -= sequence.prompt_length - max(0, length - 1)
+            budget -= sum(len(span.ids) for span in spans.values())
         self._waiting.extendleft(reversed(deferred))
-        return wave, spans, budget
+        return wave, budget
+
+    def _models_of(self, sequence: LiveSequence) -> list[CachedRows]:
+        """Return which models run a prompt: the policy, unless only a critic's value is wanted, and the critic."""
+        has_critic = sequence.wants_values and self._values.has_own_rows
+        policy = [] if has_critic and sequence.request.value else [self._rows]
+        return [*policy, self._values.rows] if has_critic else policy
 
     def _is_worth_waiting(self, sequence: LiveSequence, cached: int, new_keys: set[int]) -> bool:
         """True when another request of this wave is about to compute blocks this one needs too."""
@@ -220,37 +239,37 @@ class Batcher:
         self._counts.prompt_tokens += sequence.prompt_length
         self._counts.cached_tokens += cached
 
-    def _prefill(self, wave: list[LiveSequence], spans: list[Span | None], out: list[Progress | Finished]) -> None:
+    def _prefill(self, wave: list[_Admitted], out: list[Progress | Finished]) -> None:
         """Run the prompts of a wave, score echoed ones, read values, and draw everyone's first token."""
-        hidden = self._prefill_hidden(wave, spans)
+        hidden = self._prefill_hidden(wave)
         first = len(self._running)
-        for sequence, span in zip(wave, spans, strict=True):
+        for sequence, span, _ in wave:
             self._join(sequence)
             if span is not None:
                 self._make_findable(sequence)
-        valued = [i for i, sequence in enumerate(wave) if sequence.wants_values]
-        if valued and self._values.has_own_rows:
-            self._values.prefill([wave[i] for i in valued])
+        valued = [i for i, admitted in enumerate(wave) if admitted.sequence.wants_values]
+        if followed := [(one.sequence, one.value_span) for one in wave if one.value_span is not None]:
+            self._values.prefill(followed)
         elif valued:
-            self._values.remember([wave[i].row for i in valued], hidden[valued])
-        for sequence in wave:
+            self._values.remember([wave[i].sequence.row for i in valued], hidden[valued])
+        for sequence, _, _ in wave:
             if sequence.request.value:
                 sequence.value = float(self._values.of_prefixes([sequence.row])[0])
         self._advance(first, len(self._running), self._rows.engine.logits(hidden), out)
 
-    def _prefill_hidden(self, wave: list[LiveSequence], spans: list[Span | None]) -> torch.Tensor:
+    def _prefill_hidden(self, wave: list[_Admitted]) -> torch.Tensor:
         """Return the policy's final states after each prompt, shape (wave, width); zeros where it did not run."""
         engine = self._rows.engine
         hidden = torch.zeros(len(wave), self._model.config.width, device=self._model.embed.weight.device)
-        run = [(i, span) for i, span in enumerate(spans) if span is not None]
-        plain = [(i, span) for i, span in run if not wave[i].request.echo]
+        run = [(i, one.span) for i, one in enumerate(wave) if one.span is not None]
+        plain = [(i, span) for i, span in run if not wave[i].sequence.request.echo]
         if plain:
             hidden[[i for i, _ in plain]] = engine.prefill_hidden([span for _, span in plain])
-        echoed = [(i, span) for i, span in run if wave[i].request.echo]
+        echoed = [(i, span) for i, span in run if wave[i].sequence.request.echo]
         if echoed:
             whole = engine.prefill_hidden([span for _, span in echoed], needs="all")
             for (i, _), part in zip(echoed, whole.split([len(span.ids) for _, span in echoed]), strict=True):
-                _score_prompt(wave[i], engine.logits(part))
+                _score_prompt(wave[i].sequence, engine.logits(part))
                 hidden[i] = part[-1]
         return hidden
 

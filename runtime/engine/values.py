@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turngate.runtime.engine.incremental import Span
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.rows import CachedRows
 from turngate.runtime.engine.sequence import LiveSequence
@@ -80,14 +81,11 @@ class Values:
         hidden_BKD = engine.peek_hidden(at_B, tokens_BK.to(device), positions_B.to(device))
         return self.read(hidden_BKD.flatten(0, 1)).view(tokens_BK.shape)
 
-    def prefill(self, sequences: Sequence[LiveSequence]) -> None:
-        """Run the critic over the prompts of sequences that join, behind what its cache knows of them."""
-        spans = []
-        for sequence in sequences:
-            entry, length = self.rows.cache.find(sequence.ids, sequence.keys)
-            spans.append(self.rows.place(sequence.row, sequence.ids, entry, length))
-        self.remember([sequence.row for sequence in sequences], self.rows.engine.prefill_hidden(spans))
-        for sequence in sequences:
+    def prefill(self, joining: Sequence[tuple[LiveSequence, Span]]) -> None:
+        """Run the critic over what is left of the prompts of sequences that join."""
+        hidden_BD = self.rows.engine.prefill_hidden([span for _, span in joining])
+        self.remember([sequence.row for sequence, _ in joining], hidden_BD)
+        for sequence, _ in joining:
             self._make_findable(sequence)
 
     def decode(self, rows: Sequence[int], tokens_B: Tensor, positions_B: Tensor) -> None:

@@ -264,6 +264,27 @@ def test_a_conversation_goes_on_from_the_critics_own_cached_prefix():
     assert cached.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
+def test_one_step_runs_no_more_of_the_prompts_than_it_may_through_the_critic_either(monkeypatch):
+    batcher = serve(make_model(1), make_model(2, value_head=True), max_prefill_tokens=100)
+    prompts = [tuple(range(n, n + 60)) for n in range(6)]
+    plain = [Request(prompt_ids=prompt, max_tokens=1, seed=0, stop_ids=()) for prompt in prompts]
+    run(batcher, *plain)  # the policy knows them now, the critic does not
+    engine, sizes = batcher._values.rows.engine, list[int]()
+    prefill = engine.prefill_hidden
+
+    def counted(spans, **more):
+        sizes[-1] += sum(len(span.ids) for span in spans)
+        return prefill(spans, **more)
+
+    monkeypatch.setattr(engine, "prefill_hidden", counted)
+    for prompt in prompts:
+        batcher.submit(guided(3.0, prompt=prompt, max_tokens=1))
+    while batcher.has_work:
+        sizes.append(0)
+        batcher.step()
+    assert sizes == [120, 120, 120]  # one prompt may exceed the bound
+
+
 # Values of prompts.
 
 
