@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal
 
 import anyio
+import msgspec
 
 from turngate.envs.base import End, Task
 from turngate.runtime.agent import Agent, AgentOrEnv, check_agent_run, run_agent
@@ -234,4 +235,10 @@ class Runtime:
     def _open_gateway(self, listener: socket.socket) -> AbstractAsyncContextManager[object]:
         from turngate.runtime.gateway import Gateway, GatewayConfig  # late: it imports this module
 
-        return Gateway(self.sessions, GatewayConfig(request_timeout_s=self.limits.request_timeout_s), listener=listener)
+        config = GatewayConfig(request_timeout_s=self.limits.request_timeout_s)
+        # The agents are ours: as many replies at once as without guidance, each drawn several times.
+        draws = config.max_guidance_draws
+        config = msgspec.structs.replace(
+            config, max_open=config.max_open * draws, max_open_per_session=config.max_open_per_session * draws
+        )
+        return Gateway(self.sessions, config, listener=listener)

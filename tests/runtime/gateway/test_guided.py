@@ -16,6 +16,7 @@ from turngate.runtime.dialect import OPENAI, Dialect
 from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.gateway import Gateway
 from turngate.runtime.guidance import Guidance
+from turngate.runtime.limits import Limits
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.session_table import SessionTable
 from turngate.runtime.testing import FakeEndpoint, FakeTransport
@@ -445,3 +446,12 @@ async def test_a_reply_with_fields_that_cannot_be_read_is_malformed_and_no_bug()
         async with http.post(f"{gateway.url}/chat/completions", json=GUIDED, headers=headers) as reply:
             assert reply.status == 502
             assert "must answer with a whole completion" in await reply.text()
+
+
+async def test_agents_of_this_process_ask_as_much_at_once_as_without_guidance():
+    runtime = Runtime(FakeEndpoint(lambda _: "x"), limits=Limits(max_turns=99), guidance=guidance(draws=16))
+    async with runtime.session() as session:
+        asks = (session.openai.chat.completions.create(model="any", messages=HI, seed=seed) for seed in range(40))
+        replies = await asyncio.gather(*asks)  # 640 draws, and 256 requests are the limit for strangers
+    await runtime.aclose()
+    assert len(replies) == 40
