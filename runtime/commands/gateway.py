@@ -136,6 +136,9 @@ async def _run(arguments: argparse.Namespace, config: "GatewayConfig", events: "
             print(f"guided model: {endpoint.model}@guided, {guidance!r}", flush=True)
         await stop.wait()
         door.seal_sessions()
+        if guidance is not None and (told := guidance.statistics()).decisions:
+            left = "".join(f", {count} left to the base: {why}" for why, count in told.fallbacks.items())
+            print(f"{told.guided} of {told.decisions} decisions guided{left}", flush=True)
 
 
 @contextmanager

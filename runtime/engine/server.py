@@ -179,6 +179,7 @@ class EngineServer:
             ("POST", "/v1/chat/completions", self._completions.chat),
             ("POST", "/v1/completions", self._completions.complete),
             ("POST", "/pooling", self._completions.pool),
+            ("POST", "/v1/pooling", self._completions.pool),  # for those who give the same URL for everything
             ("POST", "/admin/weights", self._weights),
             ("POST", "/admin/critic", self._critic),
         ]

@@ -95,6 +95,7 @@ def test_a_judge_makes_a_guided_model(serve, tmp_path):
         with OpenAI(base_url=url, api_key="one") as client:
             assert name in [model.id for model in client.models.list().data]
             client.chat.completions.create(model=name, messages=HI, max_tokens=4)
+    assert process.last.startswith("0 of 1 decisions guided, 1 left to the base: error\n")  # the server only counts
     (trajectory,) = read_trajectories(tmp_path / "trajectories.jsonl")
     decision = trajectory.turns[0].decision
     assert (decision.source, len(decision.candidates)) == ("judge", 3)
@@ -106,9 +107,20 @@ def test_guidance_that_cannot_work_is_refused_before_anybody_asks(serve, capsys)
         (["--guided-by", url, "--judge", url], "must not come together"),
         (["--judge", url, "--beta", "-1"], "beta must be at least 0"),
         (["--judge", url, "--draws", "0"], "draws must be 1 or more"),
+        (["--beta", "5"], "--beta must come with a source of values: expected --guided-by or --judge"),
+        (
+            ["--judge", url, "--guided-model", "prm"],
+            "--guided-model must come with a source of values: expected --guid",
+        ),
     ):
         assert cli.main(["gateway", "--upstream", url, "--port", "0", *more]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_values_that_do_not_answer_are_told_before_anybody_asks(serve, capsys):
+    url = serve().url  # has no pooling
+    assert cli.main(["gateway", "--upstream", url, "--port", "0", "--guided-by", url]) == 1
+    assert "/pooling" in capsys.readouterr().err
 
 
 def test_listening_to_the_world_without_a_key_is_warned_about(capsys, monkeypatch, tmp_path):

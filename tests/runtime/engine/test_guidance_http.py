@@ -88,6 +88,7 @@ async def test_pooling_gives_the_value_of_every_input(http, server, tokenizer):
     status, told = await post(http, server, "/pooling", {"input": [ids, ids[:2]]})
     assert (status, told["object"], told["value_version"]) == (200, "list", 3)
     both = [entry["data"][0] for entry in told["data"]]
+    assert (await post(http, server, "/v1/pooling", {"input": [ids]}))[0] == 200
     _, single = await post(http, server, "/pooling", {"input": ids, "model": "policy"})
     _, text = await post(http, server, "/pooling", {"input": "buy the red one"})
     assert single["data"][0]["data"][0] == text["data"][0]["data"][0] == pytest.approx(both[0], abs=1e-6)
