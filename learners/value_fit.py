@@ -128,6 +128,12 @@ def fit_critic(
     folder = _new_folder(folder)
     usable = [t for t in trajectories if t.end.is_terminal and t.trainable and t.policy_tokens]
     found = branches_by_trajectory(branches, usable)
+    if unused := found.keys() - {t.id for t in usable}:
+        _log.warning(
+            "branches should be of the trajectories: %d of %d are of some that were not given or have no return, such "
+            "as %s, and are not used",
+            len(unused), len(found), min(unused),
+        )  # fmt: skip
     source = model_source(model)
     critic = _deepened(source.load(None, value_head=True), config.extra_layers, config.seed)
     mark_value_kind(critic, config.kind)

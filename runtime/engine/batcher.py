@@ -109,8 +109,9 @@ class Batcher:
         """Queue a request; returns its sequence id, or why it was not taken."""
         context = self._model.config.max_context
         rejection = check_request(request, context, has_values=self._values.is_available)
-        if rejection is None and len(self._waiting) >= self.config.max_waiting:
-            message = f"requests must wait for a slot and {len(self._waiting)} already do; try again later"
+        # Free slots count, too: those that will fill them between two steps do not wait.
+        if rejection is None and len(self._live) >= self.config.max_running + self.config.max_waiting:
+            message = f"requests must wait for a slot and {self.config.max_waiting} already do; try again later"
             rejection = Rejection("max_waiting", message, "overloaded")
         if rejection is not None:
             self._counts.rejected += 1

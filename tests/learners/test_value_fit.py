@@ -1,5 +1,6 @@
 """Critics fitted to records: what they are trained towards, on what they are judged, and that they learn."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,17 @@ def test_branches_of_ids_that_two_trajectories_share_are_refused(folder: Path, t
     twins = [*episodes, msgspec.structs.replace(episodes[0], task=Task("other"))]
     with pytest.raises(LearnerError, match=r"ids of their own.*got 2 called t0"):
         fit_critic(folder, twins, tmp_path / "c", branches=[branched(episodes[0], {0: [1.0]}, {})])
+
+
+def test_branches_of_episodes_that_are_not_there_are_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    episodes = toy(40)
+    found = [branched(t, {0: [0.5]}, {}) for t in episodes[:3]]
+    with caplog.at_level(logging.WARNING, "turngate.value_fit"):
+        report = fit_critic(folder, episodes[1:], tmp_path / "c", config=fast(epochs=1), branches=found)
+    assert report.branched == 2
+    assert "1 of 3 are of some that were not given or have no return, such as t0" in caplog.text
 
 
 def test_branches_do_not_go_with_other_rewards(folder: Path, tmp_path: Path) -> None:

@@ -303,10 +303,11 @@ def test_cancelling_everything_leaves_nothing_to_do(make):
 
 
 def test_a_full_queue_turns_requests_away_as_overloaded(make):
-    batcher = make(max_waiting=2)
-    answers = [batcher.submit(ask(PROMPTS[0])) for _ in range(3)]
-    assert isinstance(answers[2], Rejection)
-    assert answers[2].kind == "overloaded"
+    batcher = make(max_running=2, max_waiting=2)
+    answers = [batcher.submit(ask(PROMPTS[0])) for _ in range(5)]  # two find free slots, before any step
+    assert not any(isinstance(answer, Rejection) for answer in answers[:4])
+    assert isinstance(answers[4], Rejection)
+    assert answers[4].kind == "overloaded"
     assert batcher.statistics().rejected == 1
 
 
