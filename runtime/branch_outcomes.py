@@ -111,6 +111,7 @@ class _Outcome:
             self.is_final = first.end.is_terminal
             return
         after, paid = branch_point(first, first.turns[1].index), first.turns[0].reward
+        after = msgspec.structs.replace(after, chat=point.chat)  # up to the action: nothing was sampled since
         ledger, size = self._player.ledger, len(after.snapshot.data)
         if not ledger.hold(size):
             self.refused += count - 1
