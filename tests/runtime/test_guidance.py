@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 import msgspec
 import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from turngate.runtime.errors import ConfigError, EndpointError
 from turngate.runtime.guidance import DecisionPoint, Guidance, QValues, pick
@@ -448,3 +450,36 @@ def test_the_tally_counts_the_decisions_that_are_on_the_record():
     asyncio.run(guidance.choose(draws("ab"), point()))
     found = guidance.statistics()
     assert (found.decisions, found.guided, found.fallbacks) == (2, 1, {"error": 1})
+
+
+@given(
+    values=st.lists(st.floats(), min_size=1, max_size=6),
+    beta=st.floats(min_value=0, allow_nan=False),
+    floor=st.floats(0, 1),
+    max_kl=st.none() | st.floats(min_value=0, allow_nan=False),
+    seed=st.integers(0, 2**53),
+)
+def test_whatever_the_values_are_a_draw_is_chosen_and_the_record_says_how(values, beta, floor, max_kl, seed):
+    async def q(point, candidates):
+        return values
+
+    guidance = Guidance(q, beta=beta, draws=len(values), floor=floor, max_kl=max_kl)
+    chosen = asyncio.run(guidance.choose(draws("abcdef"), point(seed)))
+    decision = chosen.decision
+    if beta == 0:
+        assert decision is None
+        return
+    weights = [c.weight for c in decision.candidates]
+    weight = weights[decision.chosen]
+    assert math.fsum(weights) == pytest.approx(1)
+    assert weight > 0
+    if decision.fallback:
+        assert any(not math.isfinite(value) for value in values)
+        assert (decision.chosen, decision.log_selection) == (0, 0.0)
+    else:
+        assert values[decision.chosen] > -math.inf
+        assert decision.log_selection == pytest.approx(math.log(len(values) * weight))
+        allowed = [value for value in values if value > -math.inf]
+        if max_kl is not None and len(allowed) == len(values) and floor == 0:
+            assert sum(w * math.log(len(weights) * w) for w in weights if w > 0) <= max_kl + 1e-6
+    assert written(decision) == decision
