@@ -80,7 +80,7 @@ def ids_server(tools: tuple[ToolSpec, ...]) -> Endpoint:
         ids = [*(text.replace("ab", "\x00") if n % 2 else text).encode(), END]
         ids = [PAIR if i == 0 else i for i in ids]
         kept = ids[: body["max_tokens"]]
-        choice = {"text": "", "finish_reason": "stop" if kept == ids else "length", "token_ids": kept}
+        choice: dict[str, Any] = {"text": "", "finish_reason": "stop" if kept == ids else "length", "token_ids": kept}
         choice["logprobs"] = {"token_logprobs": [-0.5] * len(kept)}
         return Reply(200, {}, msgspec.json.encode({"choices": [choice]}))
 
