@@ -107,6 +107,7 @@ class GuidedSource:
                 choices=1,
                 timeout_s=self._timeout_s,
                 is_text=self._is_text,
+                prompt=prompt if isinstance(prompt, list) else (),
             )
             whole = drawn[at] = await source.whole()
             return whole.completions[0]

@@ -92,3 +92,23 @@ def test_a_draw_that_fails_is_told_apart_from_the_reply_that_the_base_gives(at):
     assert msgspec.json.decode(exchange.pieces[0])["choices"][0]["message"]["content"] == turn.text == "a"
     assert turn.decision.fallback == "a draw failed: EndpointError"
     assert len(turn.decision.candidates) == 2
+
+
+def test_prompts_of_ids_are_on_the_record_where_the_server_does_not_repeat_them():
+    def serve(path, request):
+        ids = [*b"said", 260]
+        logprobs = {"tokens": [f"token_id:{one}" for one in ids], "token_logprobs": [-0.5] * len(ids)}
+        choice = {"text": "said", "finish_reason": "stop", "logprobs": logprobs}
+        return Reply(200, {}, msgspec.json.encode({"choices": [choice]}))
+
+    async def play(prompt):
+        works, guest, _, _ = works_of(FakeTransport(serve))
+        exchange = Exchange("key", "digest")
+        await works.text(guest, asked(prompt=prompt, max_tokens=8), "").answer(exchange)
+        exchange.delivered()
+        return guest.session.seal()
+
+    for prompt, known in (([1, 2, 3], [[1, 2, 3]]), ([[4, 5], [6]], [[4, 5], [6]])):
+        trajectory = run_virtual(play(prompt))
+        assert [list(segment.ids())[:-5] for segment in trajectory.segments] == known
+        assert all(turn.decision is not None for turn in trajectory.turns)
