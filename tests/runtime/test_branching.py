@@ -1,8 +1,10 @@
 """Monte Carlo values by branching from snapshots."""
 
 import asyncio
+import contextlib
 import itertools
 import math
+from random import Random
 from typing import Any
 
 import msgspec
@@ -517,11 +519,108 @@ def test_cancelling_a_decision_cancels_its_branches():
     state: dict[str, Any] = {}
 
     async def play():
+        state["made"] = made = []
+
+        def env():
+            made.append(CoinFlipEnv(2))
+            return made[-1]
+
         runtime = runtime_of(says("heads"))
-        state["q"] = q = MonteCarloQ(runtime, lambda: CoinFlipEnv(2), continuations=2, max_concurrent=3)
-        await runtime.rollout(lambda: CoinFlipEnv(2), TASK, guidance=Guidance(q, beta=1.0, draws=2))
+        state["q"] = q = MonteCarloQ(runtime, env, continuations=2, max_concurrent=3)
+        await runtime.rollout(env, TASK, guidance=Guidance(q, beta=1.0, draws=2))
 
     def check(tick):
-        assert state["q"]._slots.held == 0
+        q = state["q"]
+        assert (q._slots.held, q._slots.waiting, q.ledger.snapshot_bytes) == (0, 0, 0), tick
+        assert all(env.closed == 1 for env in state["made"]), tick
 
     assert cancel_at_every_tick(play, check) > 20
+
+
+class Unkind(CoinFlipEnv):
+    """Once `trouble` is there, each method may raise, hang, cancel itself or its task, or refuse to be cancelled."""
+
+    trouble: Random | None = None
+
+    async def _meet(self, name):
+        if self.trouble is None or self.trouble.random() > 0.25:
+            return
+        kind = self.trouble.choice(("raise", "exit", "own", "task", "hang", "swallow"))
+        if kind in ("raise", "exit", "own"):
+            raise {"raise": RuntimeError(name), "exit": SystemExit(3), "own": asyncio.CancelledError()}[kind]
+        if kind == "task":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+        elif kind == "hang":
+            await asyncio.Event().wait()
+        else:
+            for _ in range(9):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(1.0)
+
+    async def reset(self, task, seed):
+        await self._meet("reset")
+        return await super().reset(task, seed)
+
+    async def step(self, action):
+        await self._meet("step")
+        return await super().step(action)
+
+    async def snapshot(self):
+        await self._meet("snapshot")
+        return await super().snapshot()
+
+    async def restore(self, snapshot, seed):
+        await self._meet("restore")
+        await super().restore(snapshot, seed)
+
+    async def aclose(self):
+        await super().aclose()
+        await self._meet("aclose")
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("when_s", [0.01, 0.7, 2.5, 7.0, math.inf])
+def test_environments_that_do_everything_wrong_leak_nothing_and_spare_the_others(seed, when_s):
+    limits = Limits(max_turns=5, tool_timeout_s=2.0, turn_timeout_s=4.0, rollout_timeout_s=20.0, close_timeout_s=3.0)
+
+    async def play():
+        made, ledger, trouble = [], BranchLedger(), Random(seed)
+
+        def env():
+            made.append(Unkind(2))
+            return made[-1]
+
+        runtime = runtime_of(FakeEndpoint(lambda messages: "heads", latency_s=0.01), limits=limits, max_concurrent=4)
+        trajectory = await record(runtime, env)
+        q = MonteCarloQ(runtime, env, continuations=2, ledger=ledger, max_concurrent=3)
+        guidance = Guidance(q, beta=1.0, draws=2, timeout_s=6.0, grace_s=2.0)
+        Unkind.trouble = trouble
+        hostile = [
+            asyncio.ensure_future(branch(runtime, env, trajectory, continuations=3, ledger=ledger)),
+            asyncio.ensure_future(runtime.rollout(lambda: CoinFlipEnv(3), TASK, seed=1, guidance=guidance)),
+        ]
+        mains = [asyncio.ensure_future(runtime.rollout(lambda: CoinFlipEnv(2), TASK, seed=s)) for s in (4, 5)]
+        await asyncio.wait(hostile, timeout=None if when_s == math.inf else when_s)
+        for task in hostile:
+            task.cancel()
+        await asyncio.wait(hostile)
+        assert all(task.cancelled() or task.exception() is None for task in hostile)
+        kind = [(t.end, [turn.observation for turn in t.turns]) for t in await asyncio.gather(*mains)]
+        await asyncio.sleep(30.0)  # what was left behind ends by itself
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert (runtime.slots.held, runtime.slots.waiting, q._slots.held, ledger.snapshot_bytes) == (0, 0, 0, 0)
+        assert all(one.closed == 1 for one in made)
+        return kind
+
+    async def plain():
+        runtime = runtime_of(says("heads"))
+        return [await runtime.rollout(lambda: CoinFlipEnv(2), TASK, seed=s) for s in (4, 5)]
+
+    try:
+        kind = run_virtual(play())
+    finally:
+        Unkind.trouble = None
+    assert kind == [(t.end, [turn.observation for turn in t.turns]) for t in run_virtual(plain())]
