@@ -109,6 +109,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     versions: Finding = _UNASKED
     """Replies say which policy version sampled each token."""
     weight_routes: tuple[str, ...] = ()
+    value_version: int | None = None
+    """Of the critic by whose values the server can draw tokens, where it says so: the embedded engine does."""
 
     def __str__(self) -> str:
         return self.table()
@@ -135,6 +137,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
             token_id_strings=by_strings,
             top_k=self.top_k.is_yes,
             seed=self.seeds.verdict != "no",
+            guidance=self.value_version is not None,
         )
 
     def problems(self, use: Use, sampling: Sampling | None = None, *, has_renderer: bool = True) -> list[str]:

@@ -82,18 +82,22 @@ def _limits(capabilities: Capabilities, use: Use) -> list[str]:
             limits.append("tokens get the policy version known when their request was sent")
         return limits
     if use == "guide":
-        token_level = (
-            "" if capabilities.server.startswith("turngate") else "; token by token in the embedded engine only"
-        )
+        levels = f"one request per candidate{_token_level(capabilities)}"
         if capabilities.token_mode(has_renderer=True) == "text":
-            return [f"one request per candidate{token_level}", "only by values that read text, as judges do"]
-        return [f"one request per candidate{token_level}"]
+            return [levels, "only by values that read text, as judges do"]
+        return [levels]
     if use == "publish":
         limits = [capabilities.weights.seen]
         if not capabilities.prompt_logprobs.is_yes:
             limits.append("without log-probs of prompts a canary cannot check that they arrived")
         return limits
     return []
+
+
+def _token_level(capabilities: Capabilities) -> str:
+    if capabilities.value_version is not None:
+        return ", or token by token, in one"
+    return "" if capabilities.server.startswith("turngate") else "; token by token in the embedded engine only"
 
 
 def _sampling_limits(capabilities: Capabilities) -> list[str]:

@@ -265,6 +265,8 @@ class EngineServer:
         }
         if self._critic_updates is not None:
             told["value_version"] = self._critic_updates.version
+        elif self._model.config.value_head:
+            told["value_version"] = self._updates.version  # values are read off the policy itself
         if self._thread.failure:
             return _json({**told, "status": "failed", "error": self._thread.failure}, status=503)
         return _json({**told, "statistics": await self.statistics()})

@@ -66,6 +66,7 @@ async def probe_server(
             max_context=max_context(models, model),
             requests=asker.requests,
             weight_routes=routes,
+            value_version=_value_version(health),
             **found,
         )
 
@@ -88,6 +89,11 @@ def _chosen(model: str | None, models: Answer, asker: Asker) -> str:
             f"(GET {asker.url}/models); check the URL, which mostly ends in /v1, or pass model, or --model"
         )
     return ids[0]
+
+
+def _value_version(health: Answer) -> int | None:
+    found = as_number(health.at("value_version"))
+    return int(found) if found is not None and found.is_integer() and 0 <= found < 2**31 else None
 
 
 async def _weights(asker: Asker, health: Answer, openapi: Answer) -> tuple[Finding, tuple[str, ...]]:

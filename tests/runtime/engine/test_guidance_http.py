@@ -10,11 +10,13 @@ import msgspec
 import pytest
 import torch
 
+from turngate.runtime.connect import connect
 from turngate.runtime.engine import Engine
 from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.server import EngineServer
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.types import Message, Sampling, TokenGuidance
 
 
 def with_head(model, seed):
@@ -125,6 +127,22 @@ async def test_a_server_without_values_refuses_both(http, tiny_model, tokenizer)
         status, told = await post(http, server, "/v1/chat/completions", {**CHAT, "guidance": {"beta": 1}})
         assert (status, "no critic" in told["error"]["message"]) == (400, True)
         assert (await post(http, server, "/admin/critic", {"path": "x", "value_version": 1}))[0] == 404
+
+
+async def test_who_connects_can_guide_tokens_where_there_are_values(tiny_model, critic, tokenizer):
+    critics = ((copy.deepcopy(tiny_model), copy.deepcopy(critic)), (copy.deepcopy(critic), None), (tiny_model, None))
+    found = []
+    for model, values in critics:
+        async with EngineServer(model, tokenizer, EngineConfig(value_version=3), values) as server:
+            async with await connect(f"http://127.0.0.1:{server.port}/v1") as endpoint:
+                found.append(endpoint.capabilities.value_version)
+                assert endpoint.dialect.guidance == (found[-1] is not None)
+                assert ("or token by token" in str(endpoint.capabilities)) == endpoint.dialect.guidance
+                if endpoint.dialect.guidance:
+                    sampling = Sampling(max_tokens=4, guidance=TokenGuidance(beta=2.0))
+                    done = await endpoint.conversation().complete([Message("user", "buy")], sampling, seed=1)
+                    assert done.guided_tokens is not None
+    assert found == [3, 0, None]
 
 
 async def test_a_new_critic_is_taken_in_flight_and_versions_only_grow(http, server, tiny_model, tokenizer, tmp_path):
