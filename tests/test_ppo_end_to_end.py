@@ -344,7 +344,8 @@ async def test_a_learner_with_replay_that_is_stopped_in_its_process_goes_on_as_i
     straight.load(None)
     found = {number: straight.update(batch) for number, batch in enumerate(sent, 1)}
     assert reports.keys() >= {1, 2, 4, 5, 6}
-    assert {number: found[number] for number in reports} == reports
+    # As text: where nothing was fresh, the largest gap to the sampler is NaN, which equals no other.
+    assert {number: repr(found[number]) for number in reports} == {n: repr(report) for n, report in reports.items()}
     assert reports[6].metrics["replay_taken"] == sum(len(_taken(batch)) for batch in sent) >= 6 * 3 * 2
     again = _replaying(tmp_path / "model")
     again.load(tmp_path / "run" / "checkpoints" / "update-000006")
