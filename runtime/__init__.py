@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from turngate.runtime.agent import Agent, Outcome
+from turngate.runtime.branch_budget import BranchLedger, BranchLimits
 from turngate.runtime.branching import branch
 from turngate.runtime.buffer import Buffer
 from turngate.runtime.capabilities import Capabilities
@@ -70,6 +71,8 @@ __all__ = [
     "OPENAI",
     "Agent",
     "Batch",
+    "BranchLedger",
+    "BranchLimits",
     "Branching",
     "Buffer",
     "Candidate",
