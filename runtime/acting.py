@@ -1,7 +1,6 @@
 """How the turns of an episode are chosen: by the policy, by a guided one, or by what is injected."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from turngate.envs.base import Snapshot, Task, ToolSpec
 from turngate.runtime.base_draw import BaseDraw
@@ -13,6 +12,7 @@ from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.guidance import DecisionPoint, Guidance
 from turngate.runtime.injection import Injection
 from turngate.runtime.limits import Limits
+from turngate.runtime.live_snapshot import LiveSnapshot
 from turngate.runtime.recorded_chat import RecordedChat
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.token_conversation import TokenConversation
@@ -48,6 +48,7 @@ class Acting:
         "_guidance",
         "_injected",
         "_injection",
+        "_limits",
         "_now",
         "_seed",
         "_task",
@@ -73,7 +74,7 @@ class Acting:
         """Begin a conversation with the endpoint. Args: as of `run_rollout`; `calls` and `waits` are the episode's."""
         self._endpoint, self._task, self._env, self._calls, self._waits = endpoint, task, env, calls, waits
         self._seed, self._injection, self._guidance, self._now = seed, injection, guidance, now
-        self._timeout_s = limits.request_timeout_s
+        self._limits, self._timeout_s = limits, limits.request_timeout_s
         self._conversation = conversation_of(endpoint)
         self._injected = 0
         self.tools: tuple[ToolSpec, ...] = ()
@@ -102,6 +103,8 @@ class Acting:
         self._waits.wait_for("completion")
         asked_s = self._now()
         draw = BaseDraw(self._endpoint, self._conversation, shown, sampling, self.tools, timeout_s=self._timeout_s)
+        where = f"decision of turn {turn}, task {self._task.id}"
+        snapshot = LiveSnapshot(self._env, self._limits, where, saved) if self._env.has_snapshots else None
         point = DecisionPoint(
             messages=shown,
             history=history,
@@ -111,9 +114,13 @@ class Acting:
             seed=derive_seed(self._seed, "sampler", turn),
             policy_version=self._endpoint.policy_version,
             policy_tokens=policy_tokens,
-            snapshot=partial(self._snapshot, saved) if self._env.has_snapshots else None,
+            snapshot=snapshot,
         )
-        chosen = await guidance.choose(draw, point)
+        try:
+            chosen = await guidance.choose(draw, point)
+        finally:
+            if snapshot is not None:
+                await snapshot.aclose()
         draw.keep(chosen)
         return Sampled(chosen, self._now() - asked_s)
 
@@ -134,13 +141,6 @@ class Acting:
             shown, sampling, seed=seed, tools=self.tools, timeout_s=self._timeout_s
         )
         return Sampled(completion, self._now() - asked_s)
-
-    async def _snapshot(self, saved: Snapshot | None) -> Snapshot:
-        if saved is not None:
-            return saved
-        snapshot = await self._env.snapshot()
-        self._waits.wait_for("completion")  # the decision goes on, within the turn's time and not the tool's
-        return snapshot
 
     async def _inject(self, injection: Injection, shown: Sequence[Message], turn: int) -> Sampled:
         self._waits.wait_for("injection")

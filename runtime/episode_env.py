@@ -109,7 +109,12 @@ class EpisodeEnv:
 
     async def snapshot(self) -> Snapshot:
         """Return the state as it is now."""
-        snapshot = await self._call("snapshot", cast(SnapshotEnv, self._env).snapshot)
+        self._waits.wait_for_env("snapshot")
+        return await self.snapshot_by(self._calls)
+
+    async def snapshot_by(self, calls: ForeignCalls) -> Snapshot:
+        """Return the state as it is now, to a task with calls and a deadline of its own."""
+        snapshot = await calls.run("env.snapshot", EnvError, cast(SnapshotEnv, self._env).snapshot)
         check_snapshot(snapshot)
         return snapshot
 
