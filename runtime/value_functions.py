@@ -30,8 +30,8 @@ class DecisionPoint(msgspec.Struct, frozen=True, kw_only=True):
     policy_tokens: int = 0
     """Generated in the episode so far."""
     snapshot: Callable[[], Awaitable[Snapshot]] | None = None
-    """Gives the environment's state before the action, from any task and as often as wanted, until the decision is made;
-    None where there is no environment, or it has no snapshots."""
+    """Gives the environment's state before the action, from any task and as often as wanted, until the decision is
+    made; None where there is no environment, or it has no snapshots."""
 
 
 class QValues(msgspec.Struct, frozen=True):
