@@ -25,10 +25,10 @@ from turngate.envs.base import Action, ToolSpec
 from turngate.runtime.answers import check_action
 from turngate.runtime.base_draw import BaseDraw
 from turngate.runtime.errors import ConfigError, EndpointRefused, GuidanceError
-from turngate.runtime.guidance import Candidates, DecisionPoint, Draw, Guidance, candidate_of, pick
+from turngate.runtime.guidance import Candidates, DecisionPoint, Draw, Guidance, candidate_of
 from turngate.runtime.json_ids import JsonIds, ids_text
 from turngate.runtime.rendering import Renderer, says_the_same
-from turngate.runtime.selection import enumerated_probs
+from turngate.runtime.selection import enumerated_probs, pick
 from turngate.runtime.types import Completion, Decision, Message, Sampling
 from turngate.runtime.unwrap import single_errors
 

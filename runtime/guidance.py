@@ -13,7 +13,6 @@ import math
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from random import Random
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -26,7 +25,7 @@ from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, T
 from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.guidance_tally import GuidanceStatistics, GuidanceTally
 from turngate.runtime.seeds import derive_seed
-from turngate.runtime.selection import beta_for_kl, log_selection_weight, selection_probs
+from turngate.runtime.selection import beta_for_kl, log_selection_weight, pick, selection_probs
 from turngate.runtime.types import Candidate, Completion, Decision
 from turngate.runtime.value_functions import (
     DecisionPoint,
@@ -99,6 +98,9 @@ class Guidance:
             name: what records call the source; by default the value function's own.
         Raises: ConfigError: a setting cannot work.
         """
+        asked: object = q
+        if not callable(asked) or isinstance(asked, type):
+            raise ConfigError(f"q must be a coroutine function of (point, candidates): got {q!r:.80} (Guidance)")
         self.q, self.timeout_s, self.grace_s = q, timeout_s, grace_s
         self.candidates, self.length_normalised = candidates, length_normalised
         self.name = name or str(getattr(q, "name", "") or getattr(q, "__name__", type(q).__name__))
@@ -304,17 +306,3 @@ def candidate_of(completion: Completion, q: float | None, weight: float) -> Cand
         q=q if q is not None and math.isfinite(q) else None,
         weight=weight,
     )
-
-
-def pick(weights: Sequence[float], seed: int) -> int:
-    """Return an index drawn by weight, from the decision's stream; never one of weight 0."""
-    uniform = Random(derive_seed(seed, "selection")).random()
-    total = 0.0
-    last = 0
-    for index, weight in enumerate(weights):
-        if weight > 0:
-            total += weight
-            last = index
-            if uniform < total:
-                return index
-    return last

@@ -7,8 +7,10 @@ on plain numbers; the token level is in `engine/guidance.py`.
 
 import math
 from collections.abc import Sequence
+from random import Random
 
 from turngate.runtime.errors import GuidanceError
+from turngate.runtime.seeds import derive_seed
 
 __all__ = [
     "best_of_n_kl_bound",
@@ -16,6 +18,7 @@ __all__ = [
     "enumerated_probs",
     "kl_to_base",
     "log_selection_weight",
+    "pick",
     "selection_probs",
     "soft_q",
     "soft_success",
@@ -67,6 +70,20 @@ def log_selection_weight(probs_N: Sequence[float], chosen: int) -> float:
     if not probability > 0:
         raise GuidanceError(f"the chosen draw must have been possible: got probability {probability} (draw {chosen})")
     return math.log(len(probs_N) * probability)
+
+
+def pick(weights: Sequence[float], seed: int) -> int:
+    """Return an index drawn by weight, from the decision's stream; never one of weight 0."""
+    uniform = Random(derive_seed(seed, "selection")).random()
+    total = 0.0
+    last = 0
+    for index, weight in enumerate(weights):
+        if weight > 0:
+            total += weight
+            last = index
+            if uniform < total:
+                return index
+    return last
 
 
 def kl_to_base(probs_A: Sequence[float], base_logprobs_A: Sequence[float]) -> float:

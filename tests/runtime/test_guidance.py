@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turngate.runtime.errors import ConfigError, EndpointError
-from turngate.runtime.guidance import DecisionPoint, Guidance, QValues, pick
-from turngate.runtime.selection import enumerated_probs, log_selection_weight, selection_probs
+from turngate.runtime.guidance import DecisionPoint, Guidance, QValues
+from turngate.runtime.selection import enumerated_probs, log_selection_weight, pick, selection_probs
 from turngate.runtime.testing import run_virtual
 from turngate.runtime.types import Completion, Message, ToolCall, Turn
 
@@ -426,6 +426,12 @@ def test_a_schedule_that_raises_or_gives_no_number_is_refused_by_name(wrong):
 
     with pytest.raises(ConfigError, match="from its schedule at policy version 3"):
         asyncio.run(Guidance(q_of, beta=schedule).choose(draws("a"), point(policy_version=3)))
+
+
+@pytest.mark.parametrize("q", [None, "http://127.0.0.1:8000", Completion])
+def test_what_is_no_value_function_is_refused_when_it_is_given(q):
+    with pytest.raises(ConfigError, match=r"^q must be a coroutine function of \(point, candidates\): got "):
+        Guidance(q, beta=1.0)
 
 
 @pytest.mark.parametrize("settings", [{"beta": None}, {"beta": "2"}, {"draws": 2.0}, {"floor": "0"}, {"max_kl": "1"}])

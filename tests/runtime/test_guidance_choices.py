@@ -11,8 +11,9 @@ from random import Random
 import pytest
 
 from turngate.runtime.errors import ConfigError, EndpointError
-from turngate.runtime.guidance import DecisionPoint, Guidance, QValues, pick
+from turngate.runtime.guidance import DecisionPoint, Guidance, QValues
 from turngate.runtime.guidance_tally import decision_kl
+from turngate.runtime.selection import pick
 from turngate.runtime.types import Candidate, Completion, Decision, Message
 
 PI = {"a": 0.6, "b": 0.3, "c": 0.1}
