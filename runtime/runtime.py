@@ -15,6 +15,7 @@ from turngate.envs.base import End, Task
 from turngate.runtime.agent import Agent, AgentOrEnv, check_agent_run, run_agent
 from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
+from turngate.runtime.errors import ConfigError
 from turngate.runtime.evaluation import Evaluation, summarise_episodes
 from turngate.runtime.events import EvaluationFinished, Events
 from turngate.runtime.guidance import Guidance
@@ -63,7 +64,7 @@ class Runtime:
         self.context = context or full()
         self.slots = Slots(max_concurrent)
         self.events = events or Events()
-        self.guidance = guidance
+        self.guidance = _checked(guidance)
         self.scorers = scorers if isinstance(scorers, ScorerSet) else ScorerSet(scorers)
         self._loopback = Loopback(self._open_gateway, request_timeout_s=self.limits.request_timeout_s)
         self.sessions = SessionTable(
@@ -109,7 +110,7 @@ class Runtime:
             limits=self.limits,
             sampling=sampling or self.sampling,
             timeout_s=timeout_s,
-            guidance=self.guidance if guidance == "runtime" else guidance,
+            guidance=self.guidance if guidance == "runtime" else _checked(guidance),
         )
 
     async def rollout(
@@ -136,7 +137,7 @@ class Runtime:
             guidance: `runtime` stands for the runtime's own, None for none.
             score: let the scorers judge the episode, if it did not fail.
         """
-        guidance = self.guidance if guidance == "runtime" else guidance
+        guidance = self.guidance if guidance == "runtime" else _checked(guidance)
         check_agent_run(env, restarts=start, injection=injection, keep_snapshots=keep_snapshots)
         if isinstance(env, Agent):
             trajectory = await run_agent(
@@ -242,3 +243,11 @@ class Runtime:
             config, max_open=config.max_open * draws, max_open_per_session=config.max_open_per_session * draws
         )
         return Gateway(self.sessions, config, listener=listener)
+
+
+def _checked(guidance: object) -> Guidance | None:
+    if guidance is None or isinstance(guidance, Guidance):
+        return guidance
+    raise ConfigError(
+        f"guidance must be Guidance(...) or None: got {guidance!r:.80}; TokenGuidance goes into Sampling(guidance=...)"
+    )

@@ -82,6 +82,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         stop: object = self.stop
         if isinstance(stop, str):  # each of its characters would be one
             raise ConfigError(f"stop must be a tuple of texts: got {self.stop!r:.80} (Sampling)")
+        guidance: object = self.guidance
+        if not isinstance(guidance, TokenGuidance | None):  # it would be ignored, or refused by the server
+            raise ConfigError(
+                f"guidance must be TokenGuidance(...) or None: got {guidance!r:.80} (Sampling); what chooses whole "
+                "actions goes into Runtime(guidance=...)"
+            )
 
 
 class Completion(msgspec.Struct, frozen=True):

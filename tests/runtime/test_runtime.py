@@ -1,13 +1,15 @@
 import asyncio
+from typing import Any
 
 import pytest
 
 from turngate.envs.base import End, Task
 from turngate.envs.shopping import ShoppingEnv, running_example
 from turngate.runtime.endpoint import ChatEndpoint
+from turngate.runtime.errors import ConfigError
 from turngate.runtime.events import EvaluationFinished
 from turngate.runtime.runtime import Runtime
-from turngate.runtime.types import Completion
+from turngate.runtime.types import Completion, TokenGuidance
 
 
 class Buyer:
@@ -29,6 +31,19 @@ class Buyer:
 def _runtime(**options: int) -> tuple[Runtime, Buyer]:
     buyer: ChatEndpoint = Buyer()
     return Runtime(buyer, **options), buyer  # type: ignore[return-value]
+
+
+async def test_what_is_no_guidance_is_refused_wherever_it_is_given() -> None:
+    wrong: Any = TokenGuidance(beta=5.0)
+    runtime, buyer = _runtime()
+    said = r"guidance must be Guidance\(...\) or None: got TokenGuidance.*goes into Sampling\(guidance="
+    with pytest.raises(ConfigError, match=said):
+        Runtime(runtime.endpoint, guidance=wrong)
+    with pytest.raises(ConfigError, match=said):
+        runtime.session(guidance=wrong)
+    with pytest.raises(ConfigError, match=said):
+        await runtime.evaluate(ShoppingEnv, [running_example()] * 2, guidance=wrong)
+    assert buyer.most == 0
 
 
 async def test_evaluation_runs_every_task_within_the_slots() -> None:

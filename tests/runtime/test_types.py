@@ -1,9 +1,12 @@
+from typing import Any
+
 import msgspec
 import pytest
 
 from turngate.envs.base import End, Task
 from turngate.runtime.errors import ConfigError
-from turngate.runtime.types import NO_TURN, NO_VERSION, Group, Sampling, Segment, Trajectory, Turn
+from turngate.runtime.guidance import Guidance
+from turngate.runtime.types import NO_TURN, NO_VERSION, Group, Sampling, Segment, TokenGuidance, Trajectory, Turn
 
 SEGMENT = Segment.of([5, 6, 7, 8], [0, 1, 1, 0], [0, -0.5, -1.25, 0], [-1, 3, 4, -1], [-1, 0, 0, -1])
 
@@ -72,6 +75,17 @@ def test_sampling_that_no_server_could_do_is_refused(wrong: dict[str, float]) ->
     ((name, value),) = wrong.items()
     with pytest.raises(ConfigError, match=rf"^{name} must be .*got {value!r} \(Sampling\)"):
         msgspec.structs.replace(Sampling(), **wrong)
+
+
+async def _worthless(point: object, candidates: list[Any]) -> list[float]:
+    return [0.0] * len(candidates)
+
+
+def test_what_chooses_whole_actions_is_no_way_of_sampling_tokens() -> None:
+    wrong: Any = Guidance(_worthless, beta=1.0)
+    with pytest.raises(ConfigError, match=r"guidance must be TokenGuidance\(...\) or None: .*Runtime\(guidance="):
+        Sampling(guidance=wrong)
+    assert Sampling(guidance=TokenGuidance(beta=1.0)).guidance is not None
 
 
 def test_greedy_and_truncated_sampling_are_allowed() -> None:
