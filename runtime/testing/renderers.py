@@ -20,7 +20,7 @@ _CALL = re.compile(r"(\w+)\((.*)\)\Z", re.DOTALL)
 class FakeRenderer:
     """Renders as `render_ids` does, and remembers how many ids it has made."""
 
-    stop_token_ids = (_END,)
+    stop_token_ids: tuple[int, ...] = (_END,)
 
     def __init__(self) -> None:
         self.rendered: list[int] = []

@@ -7,6 +7,7 @@ import socket
 import msgspec
 import pytest
 import torch
+from aiohttp import web
 
 from tests.runtime.test_wire_guidance import TOKENIZER, Talk, models
 from turngate.envs.base import Task
@@ -20,7 +21,7 @@ from turngate.runtime.engine.incremental import Incremental, Span
 from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, MalformedReply
 from turngate.runtime.guidance import DecisionPoint, Guidance
 from turngate.runtime.json_ids import JsonIds
-from turngate.runtime.testing import FakeTransport
+from turngate.runtime.testing import FakeTransport, run_virtual
 from turngate.runtime.testing.endpoints import fake_reply
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Completion
@@ -175,3 +176,62 @@ async def test_where_a_server_gives_no_ids_the_base_draws_once_and_that_is_told_
     assert [turn.decision.fallback[:12] for turn in trajectory.turns] == ["no token ids"] * 3
     assert (len(chats.requests), len(transport.requests)) == (3, 0)
     assert len(caplog.records) == 1
+
+
+async def test_the_key_and_the_model_are_sent_and_a_busy_server_is_asked_again():
+    seen, answers = [], [503, 200]
+
+    async def pooling(request):
+        body = await request.json()
+        seen.append((request.headers.get("Authorization"), body.get("model"), len(body["input"])))
+        data = [{"index": 0, "data": [0.5]}, {"index": 1, "data": [0.25]}]
+        return web.json_response({"data": data}, status=answers.pop(0) if len(answers) > 1 else answers[0])
+
+    app = web.Application()
+    app.router.add_post("/pooling", pooling)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    try:
+        async with CriticQ(url, api_key="sesame", model="prm", max_retries=1) as critic:
+            assert (await critic(POINT, CANDIDATES)).values == [0.5, 0.25]
+
+        class Served:
+            pass
+
+        Served.url = url
+        async with CriticQ.of(Served, api_key="other") as critic:
+            await critic(POINT, CANDIDATES)
+    finally:
+        await runner.cleanup()
+    assert seen == [("Bearer sesame", "prm", 2)] * 2 + [("Bearer other", None, 2)]
+
+
+def test_a_critic_is_waited_for_no_longer_than_it_was_given_and_closed_with_its_block():
+    async def play():
+        transport = FakeTransport(pooled([0.1], [0.2]), latency_s=60.0)
+        async with CriticQ("http://critic", transport=transport, timeout_s=2.5, max_retries=0) as critic:
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(EndpointError):
+                await critic(POINT, CANDIDATES)
+            seconds = asyncio.get_running_loop().time() - began
+        return seconds, transport.closed
+
+    assert run_virtual(play()) == (2.5, True)
+
+
+async def test_a_candidate_whose_prompt_has_no_ids_cannot_be_scored_either():
+    critic, transport = asking(pooled([0.1]))
+    with pytest.raises(GuidanceError, match=r"candidates must have token ids to be scored: got none \(candidate 1\)"):
+        await critic(POINT, [CANDIDATES[0], Completion("b", [9], [-1.0], [0])])
+    assert transport.requests == []
+
+
+async def test_a_server_that_repeats_the_key_does_not_make_it_known():
+    transport = FakeTransport(Reply(401, {}, b'{"error": {"message": "no such key: sesame"}}'))
+    async with CriticQ("http://critic", api_key="sesame", transport=transport, max_retries=0) as critic:
+        with pytest.raises(EndpointError, match="no such key") as raised:
+            await critic(POINT, CANDIDATES)
+    assert "sesame" not in str(raised.value)

@@ -9,17 +9,21 @@ import pytest
 
 from turngate.envs.base import Action, Task, ToolCall, ToolSpec
 from turngate.envs.fakes import EchoEnv
+from turngate.envs.tool_env import ToolEnv
+from turngate.envs.tools import tool
 from turngate.runtime import Limits, Runtime, Sampling
+from turngate.runtime.capabilities import Capabilities, Finding
 from turngate.runtime.dialect import Dialect
 from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.enumeration import action_ids
 from turngate.runtime.errors import ConfigError, EndpointRefused
-from turngate.runtime.guidance import Guidance
+from turngate.runtime.guidance import Guidance, QValues
 from turngate.runtime.selection import enumerated_probs, kl_to_base
 from turngate.runtime.testing import FakeEndpoint, FakeTransport, run_virtual
 from turngate.runtime.testing.endpoints import END_ID, fake_logprob
 from turngate.runtime.testing.renderers import FakeRenderer
 from turngate.runtime.transport import Reply
+from turngate.runtime.types import TokenGuidance
 
 TASK = Task("t", "go")
 ACTIONS = ["ab", "c", "defg"]
@@ -240,3 +244,101 @@ def test_a_long_list_is_scored_a_few_at_a_time():
     trajectory, transport = play(guidance, transport=Counting(serve, latency_s=1.0))
     assert len(trajectory.turns[0].decision.candidates) == len(transport.requests) == 200
     assert most == 64
+
+
+def test_a_floor_is_shared_by_what_is_not_forbidden_and_infinite_beta_can_be_written():
+    async def q(point, candidates):
+        return QValues([-math.inf if one.text == "c" else Q[one.text] for one in candidates], version=7)
+
+    trajectory, _ = play(Guidance(q, beta=math.inf, candidates=listed, floor=0.3))
+    decision = trajectory.turns[0].decision
+    assert [c.weight for c in decision.candidates] == pytest.approx([0.15, 0.0, 0.85])
+    assert (decision.beta, decision.value_version, decision.floor) == (-1.0, 7, 0.3)
+    assert msgspec.json.decode(msgspec.json.encode(decision), type=type(decision)) == decision
+
+
+def test_the_weight_of_a_length_normalised_choice_is_back_to_the_policy_itself():
+    for seed in range(6):
+        trajectory, _ = play(Guidance(q_of, beta=3.0, candidates=listed, length_normalised=True), seed=seed)
+        decision = trajectory.turns[0].decision
+        chosen = decision.candidates[decision.chosen]
+        base = sums()[ACTIONS.index(chosen.text)]
+        assert decision.log_selection == pytest.approx(math.log(chosen.weight) - base)
+
+
+def test_an_action_may_be_as_long_as_a_turn_and_none_that_fits_leaves_the_base():
+    trajectory, _ = play(Guidance(q_of, beta=1.0, candidates=listed), sampling=Sampling(max_tokens=3))
+    assert [c.text for c in trajectory.turns[0].decision.candidates] == ["ab", "c"]
+    trajectory, _ = play(Guidance(q_of, beta=1.0, candidates=listed), sampling=Sampling(max_tokens=1))
+    fallback = trajectory.turns[0].decision.fallback
+    assert fallback == "values: at least one action must be short enough: all have more than 1 tokens"
+
+
+@pytest.mark.parametrize("other", [{"top_p": 0.9}, {"top_k": 5}, {"guidance": TokenGuidance(beta=1.0)}])
+def test_log_probs_of_another_distribution_than_the_policys_are_refused(other):
+    with pytest.raises(ConfigError, match="enumerated candidates need the policy itself"):
+        play(Guidance(q_of, beta=1.0, candidates=listed), sampling=Sampling(**other))
+
+
+def test_a_server_that_was_found_not_to_score_prompts_is_refused_before_it_is_asked():
+    async def episode():
+        transport = FakeTransport(serve)
+        endpoint = endpoint_of(transport)
+        no = Finding("no", "it does not echo")
+        endpoint.capabilities = Capabilities(url="http://x/v1", model="m", prompt_logprobs=no)
+        guidance = Guidance(q_of, beta=1.0, candidates=listed)
+        with pytest.raises(ConfigError, match="a server that scores prompts"):
+            await Runtime(endpoint, limits=Limits(max_turns=1)).rollout(lambda: EchoEnv(1), TASK, guidance=guidance)
+        assert transport.requests == []
+
+    run_virtual(episode())
+
+
+def test_the_tokens_of_an_action_have_the_version_that_scored_them_and_prompts_name_the_tools():
+    class Bell(ToolEnv):
+        @tool
+        async def ring(self) -> str:
+            """Ring the bell."""
+            return "dong"
+
+    async def episode():
+        transport = FakeTransport(serve)
+        endpoint = endpoint_of(transport)
+        endpoint.policy_version = 5
+        runtime = Runtime(endpoint, limits=Limits(max_turns=1))
+        guidance = Guidance(q_of, beta=1.0, candidates=listed)
+        return await runtime.rollout(Bell, TASK, seed=1, guidance=guidance), transport
+
+    trajectory, transport = run_virtual(episode())
+    assert trajectory.turns[0].decision.fallback == ""
+    assert {*trajectory.segments[0].sampled_versions()} == {5}
+    assert all(bytes(body["prompt"][:4]) == b"ring" for _, body in transport.requests)
+
+
+def test_a_server_that_fails_to_score_is_told_as_itself():
+    def answer(path, body):
+        return Reply(404, {}, b"{}")
+
+    trajectory, _ = play(Guidance(q_of, beta=1.0, candidates=listed), transport=FakeTransport(answer))
+    assert trajectory.end.is_failure
+    assert "404" in trajectory.error
+    assert "unhandled errors" not in trajectory.error
+
+
+class TwoEnds(FakeRenderer):
+    """Knows a second way to end a turn, which its format does not write."""
+
+    stop_token_ids = (999, END_ID)
+
+
+class Counts(FakeRenderer):
+    """Says first how many messages there are: nothing stays where it was."""
+
+    def render(self, messages, tools=()):
+        return [len(messages), *super().render(messages, tools)]
+
+
+def test_an_actions_ids_end_as_the_format_ends_a_turn_and_stand_behind_the_prompt():
+    assert action_ids(TwoEnds(), Action("ab"), ()) == [*b"ab", END_ID]
+    with pytest.raises(EndpointRefused, match="does not only append"):
+        action_ids(Counts(), Action("ab"), ())

@@ -7,6 +7,7 @@ import pytest
 from turngate.envs.base import Task, ToolCall
 from turngate.envs.fakes import EchoEnv
 from turngate.runtime import JudgeEndpoint, Limits, Runtime
+from turngate.runtime.errors import GuidanceError
 from turngate.runtime.guidance import DecisionPoint, Guidance
 from turngate.runtime.opening import opening_messages
 from turngate.runtime.scorer_q import ScorerQ, imagined
@@ -104,3 +105,44 @@ def test_scores_that_are_texts_cost_the_guidance(edit):
         return await runtime.rollout(lambda: EchoEnv(1), TASK, guidance=guidance)
 
     assert "got texts" in run_virtual(play()).turns[0].decision.fallback
+
+
+def test_candidates_are_equal_by_their_text_and_calls_and_not_by_the_ids_of_calls():
+    class Calls(Lengths):
+        async def __call__(self, trajectory):
+            self.asked.append(trajectory)
+            calls = trajectory.turns[-1].tool_calls
+            return [0.0] * (len(trajectory.turns) - 1) + [float(len(calls[0].arguments))]
+
+    scorer = Calls()
+    given = DecisionPoint(messages=HISTORY, history=HISTORY, task=TASK)
+    candidates = [
+        Completion("", tool_calls=(ToolCall(number, "buy", arguments),))
+        for number, arguments in (("1", "{}"), ("2", '{"n": 1}'), ("3", "{}"))
+    ]
+    assert list(run_virtual(ScorerQ(scorer)(given, candidates)).values) == [2.0, 8.0, 2.0]
+    assert len(scorer.asked) == 2
+
+
+def test_scores_of_another_number_than_turns_are_nobodys():
+    with pytest.raises(GuidanceError, match="scores must be one number per turn: expected 2, got 3"):
+        values(Lengths(lambda scores: [*scores, 9.0]), "a")
+
+
+def test_what_a_scorer_raises_goes_on_as_itself_and_its_version_is_told():
+    class Broken(Lengths):
+        async def __call__(self, trajectory):
+            raise ZeroDivisionError("broken scorer")
+
+    with pytest.raises(ZeroDivisionError, match="broken scorer"):
+        values(Broken(), "a", "b")
+    given = DecisionPoint(messages=HISTORY, history=HISTORY, task=TASK)
+    assert run_virtual(ScorerQ(Lengths(), version=6)(given, [Completion("a")])).version == 6
+
+
+def test_what_is_imagined_is_the_whole_history_and_never_trained_on():
+    shown = [HISTORY[0], Message("user", "find it"), Message("user", "quickly")]
+    found = imagined(DecisionPoint(messages=shown, history=HISTORY), Completion("open"))
+    assert [turn.text for turn in found.turns] == ["look", "open"]
+    assert not found.trainable
+    assert imagined(DecisionPoint(messages=shown), Completion("open")).first_observation == "find it\nquickly"

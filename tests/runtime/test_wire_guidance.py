@@ -123,3 +123,15 @@ async def test_a_critic_replaced_while_a_turn_is_sampled_is_told_token_by_token(
 def test_guidance_that_cannot_work_is_refused(fields):
     with pytest.raises(ConfigError, match="TokenGuidance"):
         TokenGuidance(**fields)
+
+
+async def test_what_was_asked_for_is_recorded_and_every_token_has_its_log_prob_under_the_policy():
+    count = len(msgspec.json.decode(guided_reply("abcd").body)["choices"][0]["token_ids"])
+    with pytest.raises(MalformedReply, match=f"expected {count}, got {count - 1}"):
+        await asked(guided_reply("abcd", base_logprobs=[-1.0] * (count - 1)))
+    dialect, transport = Dialect(guidance=True), FakeTransport(guided_reply("abcd"))
+    endpoint = Endpoint("http://server/v1", model="m", dialect=dialect, transport=transport)
+    guidance = TokenGuidance(beta=2.0, top_k=3, tail="zero")
+    told = (await endpoint.complete(ASK, Sampling(guidance=guidance))).guided_tokens
+    assert (told.beta, told.top_k, told.tail) == (2.0, 3, "zero")
+    assert transport.requests[0][1]["guidance"] == {"beta": 2.0, "top_k": 3, "tail": "zero"}
