@@ -55,6 +55,11 @@ class TurnBranches(msgspec.Struct, frozen=True, kw_only=True):
     """Continuations that saw the episode's history written with other token ids than the episode did; they are counted
     like the others."""
 
+    def __repr__(self) -> str:
+        e, lost = self.estimate, self.failed + self.refused
+        told = f", {lost} failed or refused" if lost else ""
+        return f"<{self.estimand} of turn {self.turn}: {e.mean:.3f} ± {e.standard_error:.3f} over {e.count}{told}>"
+
 
 class Branches(msgspec.Struct, frozen=True, kw_only=True):
     """What branching an episode found, by turn."""
@@ -63,12 +68,15 @@ class Branches(msgspec.Struct, frozen=True, kw_only=True):
     q: dict[int, TurnBranches]
     v: dict[int, TurnBranches]
 
+    def __repr__(self) -> str:
+        return f"<Branches of {self.trajectory.id}: Q of {len(self.q)} turns, V of {len(self.v)}>"
+
     def advantage(self, turn: int) -> tuple[float, tuple[float, float]]:
         """Return (Q - V, its 95 % Newcombe interval) of a turn.
 
         Raises: KeyError: Q or V of the turn was not estimated. ValueError: returns are not 0 or 1; no interval.
         """
-        q, v = self.q[turn].estimate, self.v[turn].estimate
+        q, v = _estimate(self.q, "Q", turn), _estimate(self.v, "V", turn)
         if q.successes is None or v.successes is None:
             raise ValueError(f"returns must be 0 or 1 for an interval: got others at turn {turn}; use the estimates")
         return q.mean - v.mean, newcombe_interval(q.successes, q.count, v.successes, v.count)
@@ -77,13 +85,23 @@ class Branches(msgspec.Struct, frozen=True, kw_only=True):
         """Return r_t + gamma V(h_t+1) - V(h_t) of every turn; V of every turn must have been estimated.
 
         Args: last_value: of the state after the last turn, when a limit cut the episode short; 0 after a terminal end.
+        Raises: KeyError: V of a turn was not estimated.
         Source: Kazemnejad et al. 2024, VinePPO (arXiv 2410.01679).
         """
-        values = [self.v[turn.index].estimate.mean for turn in self.trajectory.turns]
+        values = [_estimate(self.v, "V", turn.index).mean for turn in self.trajectory.turns]
         rewards = [turn.reward for turn in self.trajectory.turns]
         if rewards:
             rewards[-1] += gamma * last_value
         return vine_advantages(values, rewards, gamma=gamma)
+
+
+def _estimate(side: dict[int, TurnBranches], kind: Estimand, turn: int) -> Estimate:
+    if turn not in side:
+        raise KeyError(
+            f"{kind} must have been estimated: turn {turn} is not among {list(side)}; branch with its turn, and "
+            f"estimands=['Q', 'V'] for both"
+        )
+    return side[turn].estimate
 
 
 async def branch(
@@ -103,8 +121,8 @@ async def branch(
 ) -> Branches:
     """Estimate Q or V, or both, of an episode's turns by playing on from each, and return what was found.
 
-    The episode must have been recorded with snapshots (`keep_snapshots=True`); of turns without one nothing is
-    estimated. Cancelled: so are all branches, and their slots and environments are given back.
+    The episode must have been recorded with snapshots (`keep_snapshots=True`). Cancelled: so are all branches, and
+    their slots and environments are given back; the ledger keeps what they have used.
 
     Args: turns: indices of turns, each counts once; all by default.
         continuations: per turn and estimand, each with luck of its own.

@@ -184,12 +184,12 @@ async def test_a_first_observation_that_differs_is_told():
 def test_the_task_of_a_branch_is_the_episodes_whatever_json_would_make_of_it():
     class Keyed(Maze):
         async def reset(self, task, seed):
-            assert task.data == {"start": (2, 3), "key": b"x", 7: "seven"}
+            assert task.data == {"start": (2, 3), "key": b"x", "by number": {7: "seven"}}
             return await super().reset(task, seed)
 
     async def play():
         runtime = Runtime(FakeEndpoint(lambda messages: "up"), limits=Limits(max_turns=9))
-        task = Task("maze", data={"start": (2, 3), "key": b"x", 7: "seven"})
+        task = Task("maze", data={"start": (2, 3), "key": b"x", "by number": {7: "seven"}})
         trajectory = await runtime.rollout(replayed(Keyed), task, keep_snapshots=True)
         return await branch(runtime, replayed(Keyed), trajectory, continuations=2)
 

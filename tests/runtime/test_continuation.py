@@ -11,7 +11,7 @@ from turngate.envs.base import Action, Task
 from turngate.envs.fakes import CoinFlipEnv
 from turngate.runtime import Agent, Limits, Runtime
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits
-from turngate.runtime.branching import branch, branch_point, play_on
+from turngate.runtime.branching import branch, branch_point, play_on, return_of
 from turngate.runtime.continuation import Player, side_by_side
 from turngate.runtime.errors import ConfigError, ToolError
 from turngate.runtime.guidance import Guidance
@@ -47,7 +47,7 @@ def worth(bootstrap, **limits):
         found = await player.worth(played)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left
-        return found, sum(turn.reward * 0.5**turn.index for turn in played.turns)
+        return found, return_of(played, gamma=0.5)
 
     return run_virtual(play())
 
