@@ -624,3 +624,22 @@ def test_environments_that_do_everything_wrong_leak_nothing_and_spare_the_others
     finally:
         Unkind.trouble = None
     assert kind == [(t.end, [turn.observation for turn in t.turns]) for t in run_virtual(plain())]
+
+
+def test_branches_read_as_one_line_and_say_what_was_not_estimated() -> None:
+    async def play():
+        runtime = Runtime(says("heads"), limits=Limits(max_turns=9))
+        trajectory = await runtime.rollout(lambda: SureCoinEnv(1), TASK, keep_snapshots=True, trajectory_id="one")
+        return await branch(runtime, lambda: SureCoinEnv(1), trajectory, continuations=4)
+
+    found = run_virtual(play())
+    assert repr(found) == "<Branches of one: Q of 1 turns, V of 0>"
+    assert repr(found.q[0]) == "<Q of turn 0: 1.000 ± 0.000 over 4>"
+    lost = msgspec.structs.replace(found.q[0], failed=1, refused=2)
+    assert repr(lost).endswith("over 4, 3 failed or refused>")
+    with pytest.raises(KeyError, match=r"V must have been estimated: turn 0 is not among \[\]; branch with its turn"):
+        found.advantage(0)
+    with pytest.raises(KeyError, match=r"Q must have been estimated: turn 7 is not among \[0\]"):
+        found.advantage(7)
+    with pytest.raises(KeyError, match="V must have been estimated"):
+        found.vine_advantages()
