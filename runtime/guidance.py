@@ -228,11 +228,16 @@ class Guidance:
         """Return the draws, and what is missing of them; the first is what the base alone would have drawn."""
         seeds = [seed, *(derive_seed(seed, "draw", index) for index in range(1, self.draws))]
         self.tally.drawn(len(seeds))
-        found = await asyncio.gather(*(draw(one) for one in seeds), return_exceptions=True)
-        first = found[0]
-        if isinstance(first, BaseException):
-            raise first
-        for other in found[1:]:
+        tasks = [asyncio.ensure_future(draw(one)) for one in seeds]
+        try:
+            await tasks[0]  # what it raises nobody has to wait for longer than the base alone would
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        for other in found:
             if isinstance(other, BaseException) and not isinstance(other, EndpointError):
                 raise other
         failed = sorted({type(one).__name__ for one in found if isinstance(one, BaseException)})

@@ -1,6 +1,7 @@
 """Choosing among draws, and what is recorded of it."""
 
 import asyncio
+import gc
 import itertools
 import math
 import random
@@ -489,3 +490,28 @@ def test_whatever_the_values_are_a_draw_is_chosen_and_the_record_says_how(values
         if max_kl is not None and len(allowed) == len(values) and floor == 0:
             assert sum(w * math.log(len(weights) * w) for w in weights if w > 0) <= max_kl + 1e-6
     assert written(decision) == decision
+
+
+def test_a_failed_first_draw_is_told_at_once_and_ends_the_others():
+    running, unheard = [], []
+
+    async def draw(seed):
+        if seed == 1:
+            await asyncio.sleep(2)
+            raise EndpointError("down")
+        running.append(seed)
+        try:
+            await asyncio.sleep(600 if len(running) > 1 else 1)
+            raise EndpointError("down, too")
+        finally:
+            running.remove(seed)
+
+    async def play():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unheard.append(context))
+        with pytest.raises(EndpointError, match=r"^down$"):
+            await Guidance(q_of, beta=1.0, draws=3).choose(draw, point(1))
+        gc.collect()
+        return loop.time(), list(running), unheard
+
+    assert run_virtual(play()) == (pytest.approx(2.0, abs=0.1), [], [])
