@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import signal
 
 import anyio
@@ -62,6 +63,24 @@ async def test_death_is_told_with_exit_code_and_last_words(start):
     assert why.startswith("the engine process died: exit code 7")
     assert why.endswith("out of memory")
     assert len(why) < 5000
+    await child.stop()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other habits")
+async def test_the_child_keeps_the_memory_that_every_step_needs(start):
+    steps = """
+import resource
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+before = faults()
+for _ in range(20):
+    blocks = [b"x" * (4 << 20) for _ in range(6)]  # 6,144 pages together
+    del blocks
+sys.exit(3 if faults() - before < 20_000 else 4)
+"""
+    child = start(READY + "sys.stdin.read()" + steps)
+    await child.start()
+    child._process.stdin.close()
+    assert "exit code 3" in await child.watch()
     await child.stop()
 
 
