@@ -90,12 +90,13 @@ class GroupBrancher:
     _counted: int  # continuations that count in an estimate
     _truncated: int  # those of them that were cut short
     _failed: int  # continuations that say nothing
+    _other_context: int  # continuations that saw other ids than their episode
 
     def __init__(self, config: Branching, runtime: Runtime, env: EnvFactory, *, seed: int) -> None:
         """Args: seed: root of all luck in the branches."""
         self.config, self._runtime, self._env, self._seed = config, runtime, env, seed
         self.ledger = BranchLedger(config.limits)
-        self._counted = self._truncated = self._failed = 0
+        self._counted = self._truncated = self._failed = self._other_context = 0
 
     def __repr__(self) -> str:
         return f"<GroupBrancher {self.config.continuations} continuations, {self.ledger!r}>"
@@ -150,6 +151,7 @@ class GroupBrancher:
             "branch_env_steps": float(ledger.env_steps),
             "branch_refused": float(ledger.refused),
             "branch_failed": float(self._failed),
+            "branch_other_context": float(self._other_context),
             "branch_truncated_fraction": self._truncated / max(self._counted, 1),
         }
 
@@ -163,6 +165,7 @@ class GroupBrancher:
             self._counted += found.estimate.count
             self._truncated += found.estimate.truncated
             self._failed += found.failed
+            self._other_context += found.other_context
 
 
 def with_branch_values(branches: Branches) -> Trajectory:

@@ -205,6 +205,18 @@ def test_settings_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
         Branching(**bad)
 
 
+def test_continuations_that_see_other_ids_than_their_episode_are_counted() -> None:
+    class Dated(FakeEndpoint):
+        async def complete(self, messages: Sequence[Message], *args: Any, **options: Any) -> Completion:
+            today = Message("system", f"It is day {len(self.calls)}.")
+            return await super().complete([today, *messages], *args, **options)
+
+    _, _, brancher = value(lambda: CoinFlipEnv(1), Dated(heads), continuations=3)
+    assert brancher.metrics()["branch_other_context"] == 3
+    _, _, brancher = value(lambda: CoinFlipEnv(1), FakeEndpoint(heads), continuations=3)
+    assert brancher.metrics()["branch_other_context"] == 0
+
+
 def test_continuations_train_no_learner_that_reads_scores_which_they_lack() -> None:
     class ReadsValues(CountingLearner):
         needs_scores = (MC_VALUE, "progress")
