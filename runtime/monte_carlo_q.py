@@ -112,8 +112,10 @@ class MonteCarloQ:
         plays = [(number, key, i) for number, key in enumerate(nodes) for i in range(self._continuations)]
         await side_by_side(plays, one, at_once=self._slots.total)
         if empty := [nodes[key].text for key, found in returns.items() if not found]:
+            spent = self.ledger.exhausted()
             raise GuidanceError(
                 f"every candidate must have a continuation that came to an end: none has {empty[0]!r:.80}"
+                + (f"; the ledger's cap on {spent} is met" if spent else "")
             )
         values = {key: self._mean(found) for key, found in returns.items()}
         return QValues([values[_key(candidate)] for candidate in candidates], point.policy_version)

@@ -409,7 +409,9 @@ def test_a_spent_ledger_leaves_the_base_action():
         lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=BranchLedger(BranchLimits(rollouts=1))
     )
     assert trajectory.turns[0].text == "tails"
-    assert "every candidate must have a continuation" in trajectory.turns[0].decision.fallback
+    why = trajectory.turns[0].decision.fallback
+    assert "every candidate must have a continuation" in why
+    assert "; the ledger's cap on rollouts is met" in why
 
 
 def test_soft_values_are_the_log_mean_exp():
