@@ -139,7 +139,8 @@ class ChatStream:
             calls = parse_reply(report.token_ids, self._tokenizer, call_id_prefix=prefix).tool_calls
             delta = ChatDelta(tool_calls=tool_call_parts(calls, with_index=True))
             finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
-        return self._chunk([ChatChoice(index=index, delta=delta, finish_reason=finish_reason)])
+        chunk = self._chunk([ChatChoice(index=index, delta=delta, finish_reason=finish_reason)])
+        return msgspec.structs.replace(chunk, value_version=report.value_version) if self._ask.guidance else chunk
 
     def closing(self, finished: Sequence[Finished]) -> ChatReply | None:
         """Return the chunk with the usage, if it was asked for."""
@@ -217,7 +218,8 @@ class CompletionStream:
 
     def finished(self, index: int, report: Finished) -> CompletionReply:
         """Return the chunk that ends a choice."""
-        return self._chunk([CompletionChoice(index=index, text="", finish_reason=report.finish_reason)])
+        chunk = self._chunk([CompletionChoice(index=index, text="", finish_reason=report.finish_reason)])
+        return msgspec.structs.replace(chunk, value_version=report.value_version) if self._ask.guidance else chunk
 
     def closing(self, finished: Sequence[Finished]) -> CompletionReply | None:
         """Return the chunk with the usage, if it was asked for."""

@@ -75,14 +75,21 @@ async def test_plain_replies_say_nothing_of_guidance(http, server):
     assert "base_logprobs" not in told["choices"][0]
 
 
-async def test_streams_carry_the_base_log_probs(http, server):
-    body = {**CHAT, "stream": True, "logprobs": True, "guidance": {"beta": 5.0}}
-    async with http.post(f"http://127.0.0.1:{server.port}/v1/chat/completions", json=body) as reply:
-        lines = [line[6:] for line in (await reply.text()).splitlines() if line.startswith("data: {")]
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_streams_carry_the_base_log_probs_and_end_with_the_critics_version(http, server, path):
+    ask = (
+        CHAT if path.endswith("/chat/completions") else {"prompt": [1, 2, 3], "max_tokens": 4, "return_token_ids": True}
+    )
+    body = {**ask, "model": "policy", "stream": True, "n": 2, "guidance": {"beta": 5.0}}
+    async with http.post(f"http://127.0.0.1:{server.port}{path}", json=body) as reply:
+        chunks = [json.loads(line[6:]) for line in (await reply.text()).splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
     base = [value for choice in choices for value in choice.get("base_logprobs", [])]
     ids = [value for choice in choices for value in choice.get("token_ids", [])]
     assert len(base) == len(ids) > 0
+    ends = [chunk for chunk in chunks if any(choice.get("finish_reason") for choice in chunk["choices"])]
+    assert [chunk["value_version"] for chunk in ends] == [3, 3]
+    assert sum("value_version" in chunk for chunk in chunks) == 2
 
 
 async def test_pooling_gives_the_value_of_every_input(http, server, tokenizer):
