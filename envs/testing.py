@@ -140,7 +140,8 @@ class SnapshotEnvConformance(EnvConformance):
     """`module:callable` that another process can import to make the environment; by default the class itself."""
 
     def test_it_is_a_snapshot_environment(self) -> None:
-        assert isinstance(self.make_env(), SnapshotEnv)
+        env = self.make_env()
+        assert isinstance(env, SnapshotEnv), f"{type(env).__name__} must have snapshot() and restore(snapshot, seed)"
 
     def test_taking_snapshots_changes_nothing(self) -> None:
         observation, steps, _ = self._run(self._play_with_snapshots())
@@ -162,8 +163,13 @@ class SnapshotEnvConformance(EnvConformance):
             futures = [self._run(self._branch(snapshot, seed, index)) for seed in range(self.branches)]
             differing |= any(future != futures[0] for future in futures)
             if not self.stochastic:
-                assert all(future == steps[index:] for future in futures), f"snapshot {index}: the future changed"
-        assert differing == self.stochastic
+                assert all(future == steps[index:] for future in futures), (
+                    f"snapshot {index}: the future changed; a test of an environment with luck says stochastic = True"
+                )
+        assert differing == self.stochastic, (
+            f"{self.branches} branches from every snapshot must not all be equal: luck must come from the seed of "
+            "restore; a test of an environment without luck says stochastic = False"
+        )
 
     def test_restoring_does_not_disturb_the_environment_that_saved(self) -> None:
         async def play() -> list[Step]:
@@ -244,7 +250,10 @@ class SnapshotEnvConformance(EnvConformance):
         child = subprocess.run(
             [sys.executable, "-c", _CHILD], input=json.dumps(request), capture_output=True, text=True, timeout=120
         )
-        assert child.returncode == 0, f"{request['factory']} must work in another process:\n{child.stderr}"
+        assert child.returncode == 0, (
+            f"{request['factory']} must make the environment in another process; factory_path = 'module:callable' of "
+            f"the test names something else:\n{child.stderr}"
+        )
         assert msgspec.json.decode(child.stdout, type=list[Step]) == here
 
     async def _play_with_snapshots(self) -> tuple[Observation, list[Step], list[Snapshot]]:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Snapshot, Step, Task
-from turngate.envs.testing import CoinFlipEnv, SnapshotEnvConformance
+from turngate.envs.replay import ReplayedEnv
+from turngate.envs.testing import CoinFlipEnv, EchoEnv, SnapshotEnvConformance
 
 HEADS = [Action("heads")] * 3
 
@@ -135,10 +136,18 @@ def test_a_branch_that_cannot_be_saved_is_caught():
 
 
 def test_luck_in_an_environment_that_declares_none_is_caught():
-    with pytest.raises(AssertionError, match="future changed"):
+    with pytest.raises(AssertionError, match="future changed; a test of an environment with luck says stochastic = T"):
         suite_for(
             CoinFlipEnv, is_stochastic=False
         ).test_branches_see_independent_luck_exactly_when_the_environment_is_stochastic()
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(AssertionError, match=r"EchoEnv must have snapshot\(\) and restore\(snapshot, seed\)"):
+        suite_for(EchoEnv).test_it_is_a_snapshot_environment()
+    nameless = suite_for(lambda: ReplayedEnv(EchoEnv, deterministic_step=True))
+    with pytest.raises(AssertionError, match="ReplayedEnv must make the environment in another process; factory_path"):
+        nameless.test_snapshots_survive_the_process()
 
 
 def test_a_snapshot_that_forgets_state_is_caught():
