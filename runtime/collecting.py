@@ -1,7 +1,6 @@
 """Episodes without a trainer: N of them against a server, each in a file as soon as it ends."""
 
 import asyncio
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from turngate.runtime.episode_summary import EpisodeRow, EpisodeSummary, Prices,
 from turngate.runtime.errors import ConfigError, EndpointError, EnvError
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
+from turngate.runtime.strays import strays_end_here
 from turngate.runtime.types import Trajectory
 from turngate.runtime.unwrap import single_errors
 
@@ -140,8 +140,11 @@ class _Collector:
                     await asyncio.sleep(0)  # let each send its request before the next: no burst on the event loop
 
     async def _play(self, planned: _Planned) -> Trajectory:
-        try:
-            return await self._runtime.rollout(
+        played = Trajectory(
+            id=planned.id, task=planned.task, seed=planned.seed, end=End.env_error, error=_STRAY_CANCELLATION
+        )
+        with strays_end_here():  # the others are to go on
+            played = await self._runtime.rollout(
                 self._env,
                 planned.task,
                 seed=planned.seed,
@@ -149,16 +152,7 @@ class _Collector:
                 trajectory_id=planned.id,
                 group_id=planned.task.id,
             )
-        except asyncio.CancelledError:
-            if anyio.current_effective_deadline() == -math.inf:
-                raise  # a scope around us wants it
-            task = asyncio.current_task()
-            while task is not None and task.cancelling():
-                task.uncancel()
-            # Nobody out here cancelled it: something inside the episode did, and the others are to go on.
-            return Trajectory(
-                id=planned.id, task=planned.task, seed=planned.seed, end=End.env_error, error=_STRAY_CANCELLATION
-            )
+        return played
 
     def _keep(self, trajectory: Trajectory) -> None:
         self.count_tokens()

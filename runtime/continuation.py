@@ -24,6 +24,7 @@ from turngate.runtime.rollout import run_rollout
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.slots import Slots
+from turngate.runtime.strays import strays_end_here
 from turngate.runtime.types import Message, Trajectory
 from turngate.runtime.unwrap import single_errors
 
@@ -156,11 +157,8 @@ async def side_by_side(items: Iterable[T], run: Callable[[T], Awaitable[None]], 
 
     async def one(item: T) -> None:
         try:
-            await run(item)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
+            with strays_end_here():
+                await run(item)
         finally:
             room.release()
 

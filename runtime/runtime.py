@@ -29,6 +29,7 @@ from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session import Session
 from turngate.runtime.session_table import SessionTable
 from turngate.runtime.slots import Slots
+from turngate.runtime.strays import strays_end_here
 from turngate.runtime.types import Sampling, Trajectory
 from turngate.runtime.unwrap import single_errors
 
@@ -199,19 +200,20 @@ class Runtime:
 
         async def run_one(index: int, task: Task, seed: int) -> None:
             async with self.slots.hold(priority=index):
-                # Stays when a cancellation that nobody here has asked for ends this task, and no other.
+                # Stays when a cancellation that nobody here has asked for ends this rollout, and no other.
                 trajectories[index] = Trajectory(
                     id=f"eval.{index}", task=task, seed=seed, end=End.env_error, error=_STRAY_CANCELLATION
                 )
-                trajectories[index] = await self.rollout(
-                    env,
-                    task,
-                    seed=seed,
-                    trajectory_id=f"eval.{index}",
-                    sampling=sampling,
-                    guidance=guidance,
-                    score=False,
-                )
+                with strays_end_here():
+                    trajectories[index] = await self.rollout(
+                        env,
+                        task,
+                        seed=seed,
+                        trajectory_id=f"eval.{index}",
+                        sampling=sampling,
+                        guidance=guidance,
+                        score=False,
+                    )
 
         with single_errors():
             async with anyio.create_task_group() as tg:

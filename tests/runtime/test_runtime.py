@@ -1,15 +1,18 @@
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from turngate.envs.base import End, Task
+from turngate.envs.fakes import EchoEnv
 from turngate.envs.shopping import ShoppingEnv, running_example
 from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.events import EvaluationFinished
 from turngate.runtime.runtime import Runtime
-from turngate.runtime.types import Completion, TokenGuidance
+from turngate.runtime.testing import FakeEndpoint
+from turngate.runtime.types import Completion, Message, TokenGuidance
 
 
 class Buyer:
@@ -74,6 +77,17 @@ async def test_a_cancelled_evaluation_leaves_no_slot_taken() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert (runtime.slots.held, runtime.slots.waiting) == (0, 0)
+
+
+async def test_a_rollout_that_is_cancelled_from_inside_costs_its_task_and_no_other() -> None:
+    def answer(messages: Sequence[Message]) -> str | BaseException:
+        return asyncio.CancelledError() if messages[0].content == "2" else "hello"
+
+    runtime = Runtime(FakeEndpoint(answer), max_concurrent=2)
+    evaluation = await runtime.evaluate(EchoEnv, [Task(str(n), str(n)) for n in range(6)])
+    assert [t.end for t in evaluation.trajectories] == [End.env_error if n == 2 else End.success for n in range(6)]
+    assert "cancelled by something that runs inside it" in evaluation.trajectories[2].error
+    assert runtime.slots.held == 0
 
 
 async def test_a_task_the_environment_cannot_read_is_an_env_error_on_the_trajectory() -> None:
