@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from turngate.envs import Action, End, Observation, Snapshot, Step, Task
@@ -325,3 +326,68 @@ def test_branching_replayed_episodes_costs_the_replays_that_the_formula_says():
     assert [branches.failed for branches in found.q.values()] == [0] * 6
     assert ledger.env_steps == cost.env_steps
     assert next(steps) - before - 1 == cost.env_steps + cost.replay_steps_without_snapshots
+
+
+async def test_a_replay_that_is_paid_otherwise_is_told_and_what_is_for_people_may_differ():
+    count = itertools.count()
+
+    class Drifts(Maze):
+        def __init__(self, pay, state):
+            super().__init__()
+            self.pay, self.shown = pay, state
+
+        async def step(self, action):
+            step = await super().step(action)
+            return msgspec.structs.replace(step, rewards={"pay": self.pay()}, state={"at": self.shown()})
+
+    paid = replayed(lambda: Drifts(lambda: float(next(count)), lambda: 0), deterministic_step=True)()
+    await played(paid, "up")
+    with pytest.raises(RuntimeError, match="the answer to action 1 of 1 must be the recorded one"):
+        await paid.restore(await paid.snapshot(), 0)
+    shown = replayed(lambda: Drifts(lambda: 0.5, lambda: next(count)), deterministic_step=True)()
+    await played(shown, "up")
+    snapshot = await shown.snapshot()
+    await shown.restore(snapshot, 0)
+    assert await shown.snapshot() == snapshot
+
+
+async def test_after_a_restore_that_failed_the_next_one_begins_with_a_fresh_environment():
+    made = []
+
+    class Once(Maze):
+        async def step(self, action):
+            if self.breaks:
+                raise ConnectionError("gone")
+            return await super().step(action)
+
+    def make():
+        made.append(Once())
+        made[-1].breaks = len(made) == 2
+        return made[-1]
+
+    source = replayed(make, deterministic_step=True)()
+    await played(source, "up")
+    snapshot = await source.snapshot()
+    env = replayed(make, deterministic_step=True)()
+    with pytest.raises(ConnectionError):
+        await env.restore(snapshot, 0)
+    with pytest.raises(RuntimeError, match="no episode is running"):
+        await env.snapshot()
+    await env.restore(snapshot, 0)
+    assert [one.closed for one in made] == [0, 1, 0]
+    assert await env.snapshot() == snapshot
+
+
+async def test_after_a_reset_that_failed_there_is_no_state_to_save():
+    class Fails(Maze):
+        async def reset(self, task, seed):
+            if seed == 2:
+                raise ConnectionError("gone")
+            return await super().reset(task, seed)
+
+    env = replayed(Fails, deterministic_step=True)()
+    await env.reset(Task("maze"), 1)
+    with pytest.raises(ConnectionError):
+        await env.reset(Task("maze"), 2)
+    with pytest.raises(RuntimeError, match="no episode is running"):
+        await env.snapshot()

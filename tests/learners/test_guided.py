@@ -581,3 +581,34 @@ def test_the_smallest_weights_and_the_most_draws_are_truncated_and_never_infinit
         assert guided.weights_N[tokens.mask_N].tolist() == pytest.approx([largest, 1.0, 1e-3], rel=1e-4)
         assert all(math.isfinite(value) for value in guided.metrics.values())
     assert guided.metrics["guided_support_lost_fraction"] == pytest.approx(1 / 3)
+
+
+# --- what is counted
+
+
+def test_a_choice_that_was_nearly_impossible_has_a_bounded_weight() -> None:
+    batch, keep = in_groups([played("t", 0, -0.5, decision=decision([1.0], log_selection=-1000.0))]), [[True]]
+    tokens = lay_out(batch, keep, vocabulary_size=3)
+    for upper, most in ((None, math.exp(20.0)), (5.0, 5.0)):
+        guided = read_guided(batch, keep, tokens, upper=upper)
+        assert guided.weights_N is not None
+        assert float(guided.weights_N.max()) == pytest.approx(most)
+
+
+def test_draws_that_had_no_chance_are_counted_and_turns_are_counted_as_turns(lab: Any, model: PolicyModel) -> None:
+    plain = lab.sample_trajectory(model, torch.Generator().manual_seed(0), turns=4)
+    records = (decision([0.5, 0.5, 0.0], 1), None, decision([0.25, 0.5, 0.25], 1), None)
+    turns = tuple(msgspec.structs.replace(t, decision=d) for t, d in zip(plain.turns, records, strict=True))
+    batch = lab.make_batch([[msgspec.structs.replace(plain, turns=turns)]])
+    metrics = read_guided(batch, [[True]], lay_out(batch, [[True]], vocabulary_size=24), upper=None).metrics
+    assert (metrics["guided_turns"], metrics["guided_turns_fraction"]) == (2.0, 0.5)
+    assert metrics["guided_support_lost_fraction"] == 0.5
+
+
+def test_a_fallback_adds_nothing_to_its_log_probs_and_tokens_alone_need_no_weights() -> None:
+    failed = decision([1.0, 0.0], log_selection=0.0, fallback="timeout")
+    assert log_selections(played("t", 0, -0.5, decision=failed)) == {0: 0.0}
+    batch, keep = in_groups([_token("t", 0, -0.7, -0.5)]), [[True]]
+    guided = read_guided(batch, keep, lay_out(batch, keep, vocabulary_size=3), upper=None)
+    assert guided.weights_N is None
+    assert guided.metrics["guided_token_turns"] == 1.0

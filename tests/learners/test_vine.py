@@ -125,3 +125,12 @@ def test_it_starts_only_with_something_that_gives_values(folder: Path) -> None:
 def test_what_it_would_leave_unread_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         GRPO(folder, credit="vine", **options)
+
+
+def test_an_episode_in_which_the_policy_said_nothing_teaches_nothing(batch: Batch) -> None:
+    one, two = batch.groups[0].trajectories
+    silent = tuple(msgspec.structs.replace(turn, length=0, injected=True, scores={}) for turn in two.turns)
+    masked = tuple(msgspec.structs.replace(s, policy_mask=bytes(len(s.policy_mask))) for s in two.segments)
+    injected = msgspec.structs.replace(two, turns=silent, segments=masked)
+    keep, _ = valued_members(with_members(batch, one, injected), score_truncations=False)
+    assert keep == [[True, False]]
