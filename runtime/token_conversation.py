@@ -101,17 +101,27 @@ class _Place(NamedTuple):
     """Index of the answer after which it does."""
 
 
+class _Asked(NamedTuple):
+    """What a prompt was made for, and the prompt."""
+
+    place: _Place | None
+    tools: tuple[ToolSpec, ...]
+    messages: list[Message]
+    prompt: JsonIds
+
+
 class TokenConversation:
     """One episode's chat with a server that is given ids. Several requests may be under way at once."""
 
-    # Changed when a request has been answered: _branches. Changed by each request: _asked.
-    __slots__ = ("_asked", "_branches", "_generate", "_renderer")
+    # Changed when a request has been answered: _branches. Changed by each request: _asked, _last.
+    __slots__ = ("_asked", "_branches", "_generate", "_last", "_renderer")
 
     def __init__(self, renderer: Renderer, generate: Generate) -> None:
         """Begin with nothing. `generate` sends a prompt of ids."""
         self._renderer, self._generate = renderer, generate
         self._branches: list[_Branch] = []
         self._asked = 0
+        self._last: _Asked | None = None
 
     def __repr__(self) -> str:
         messages = max((len(branch.messages) for branch in self._branches), default=0)
@@ -201,7 +211,15 @@ class TokenConversation:
         return best
 
     def _prompt(self, place: _Place | None, messages: list[Message], tools: tuple[ToolSpec, ...]) -> JsonIds:
-        """Return the ids of the request."""
+        """Return the ids of the request; several draws from one chat, one after another, are rendered once."""
+        last = self._last
+        if last is not None and (last.place, last.tools, last.messages) == (place, tools, messages):
+            return last.prompt
+        prompt = self._rendered(place, messages, tools)
+        self._last = _Asked(place, tools, list(messages), prompt)  # a copy: branches add to their list
+        return prompt
+
+    def _rendered(self, place: _Place | None, messages: list[Message], tools: tuple[ToolSpec, ...]) -> JsonIds:
         try:
             if place is None:
                 whole = self._renderer.render(messages, tools)

@@ -193,7 +193,7 @@ async def test_a_rewritten_history_is_rendered_whole(rewritten):
     conversation, server, renderer = chat("yes", "no")
     await conversation.complete([SYSTEM, HI], SAMPLING)
     await conversation.complete(rewritten, SAMPLING)
-    assert renderer.whole == 2
+    assert renderer.whole == (1 if rewritten == [SYSTEM, HI] else 2)  # asked again, it has the ids that it had
     assert server.prompts[1] == render_ids(rewritten)
 
 
@@ -309,3 +309,32 @@ async def test_a_chat_that_the_format_cannot_write_is_refused_as_a_server_would(
     with pytest.raises(EndpointRefused, match="chat must be one that the model's format can write: role must be"):
         await conversation.complete([Message("wizard", "hi")], SAMPLING)
     assert server.prompts == []
+
+
+async def test_several_draws_from_one_chat_are_rendered_once_and_another_chat_anew():
+    rendered = []
+
+    class Counting(FakeRenderer):
+        def render(self, messages, tools=()):
+            rendered.append(len(messages))
+            return super().render(messages, tools)
+
+        def extend(self, sampled, messages, tools=()):
+            rendered.append(-len(messages))
+            return super().extend(sampled, messages, tools)
+
+    server = Server(*["yes"] * 8)
+    conversation = TokenConversation(Counting(), server)
+    later = []
+    for _ in range(3):
+        first = await conversation.complete([SYSTEM, HI], SAMPLING, later=later)
+    later[1]()
+    for _ in range(2):
+        await conversation.complete([SYSTEM, HI, said(first), MORE], SAMPLING)
+    await conversation.complete([SYSTEM, HI, said(first), MORE], SAMPLING, tools=TOOLS)
+    await conversation.complete([SYSTEM, HI, said(first), HI], SAMPLING)
+    await conversation.complete([SYSTEM, MORE], SAMPLING)
+    assert rendered == [2, -1, 4, -1, 2]
+    assert server.prompts[0] == server.prompts[2] == render_ids([SYSTEM, HI])
+    assert server.prompts[4] == render_ids([SYSTEM, HI, said(first), MORE])
+    assert server.prompts[6] == render_ids([SYSTEM, HI, said(first), HI])
