@@ -52,6 +52,8 @@ def role_in(model: str | None) -> str:
     """
     name = (model or "").removesuffix(f"@{GUIDED}")
     _, found, role = name.rpartition("@")
+    if f"@{GUIDED}@" in name:  # it would be left out in silence
+        raise RequestError(f"@{GUIDED} must come last in a model's name: got {model!r:.80}", param="model")
     return check_role(role, "model") if found else ""
 
 

@@ -155,6 +155,9 @@ async def test_the_guided_model_is_listed_and_guided_is_no_role():
         await d.post("/v1/chat/completions", session.key, {**CHAT, "model": "base@planner@guided"})
         status, told, _ = await d.post("/v1/chat/completions", session.key, headers={"x-turngate-role": "guided"})
         assert (status, told["error"]["param"]) == (400, "x-turngate-role")
+        for name in ("base@guided@planner", "base@guided@guided"):
+            status, told, _ = await d.post("/v1/chat/completions", session.key, {**CHAT, "model": name})
+            assert (status, told["error"]["param"]) == (400, "model")
         (turn,) = session.seal().turns
     assert turn.role == "planner"
     assert turn.decision is not None
