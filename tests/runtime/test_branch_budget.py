@@ -43,3 +43,21 @@ def test_a_negative_cap_is_refused():
         BranchLimits(env_steps=-1)
     with pytest.raises(ConfigError, match="model_tokens must be None or at least 0: got nan"):
         BranchLimits(model_tokens=math.nan)
+
+
+@pytest.mark.parametrize("name", ["rollouts", "model_tokens", "env_steps"])
+def test_each_cap_stops_branches_when_it_is_reached_and_not_before(name):
+    ledger = BranchLedger(BranchLimits(**{name: 3}))
+    for _ in range(3):
+        assert ledger.exhausted() == ""
+        assert ledger.admit()
+        ledger.spend(model_turns=5, model_tokens=int(name == "model_tokens"), env_steps=int(name == "env_steps"))
+    assert ledger.exhausted() == name
+    assert not ledger.admit()
+    assert (ledger.rollouts, ledger.refused) == (3, 1)
+
+
+def test_a_cost_of_fewer_than_no_turns_is_refused():
+    for turns, continuations in ((-1, 8), (20, -1)):
+        with pytest.raises(ValueError, match="must not be negative"):
+            branching_cost(turns, continuations, "Q")

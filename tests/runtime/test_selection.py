@@ -161,3 +161,49 @@ def test_a_kl_budget_is_met_whatever_the_scale_of_the_values():
 
 def test_soft_q_of_large_returns_is_a_number():
     assert soft_q([1e307, 1e307], 1e6) == pytest.approx(1e307)
+
+
+def test_b6_7_beta_multiplies_values_as_they_are():
+    assert selection_probs([0.0, math.log(2)], 1.0) == pytest.approx([1 / 3, 2 / 3])
+    assert selection_probs([0.0, math.log(2)], 3.0) == pytest.approx([1 / 9, 8 / 9])
+    assert enumerated_probs([math.log(0.5)] * 2, [0.0, math.log(2)], 2.0) == pytest.approx([0.2, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: selection_probs(Q, 1.0, floor=1.5), "floor must be between 0 and 1: got 1.5"),
+        (lambda: selection_probs(Q, 1.0, floor=-0.1), "floor must be"),
+        (lambda: selection_probs(Q, -1.0), "beta must be at least 0: got -1.0"),
+        (lambda: enumerated_probs(LOGS, Q, math.nan), "beta must be at least 0: got nan"),
+        (lambda: enumerated_probs(LOGS, Q[:2], 1.0), "every candidate must have one Q: got 2 for 3"),
+        (lambda: selection_probs([], 1.0), "every candidate must have one Q"),
+        (lambda: enumerated_probs([-math.inf, 0.0], [0.0, -math.inf], 1.0), "all are forbidden"),
+        (lambda: beta_for_kl(LOGS, Q, -0.1), "target_kl must be at least 0"),
+        (lambda: beta_for_kl(LOGS, Q, math.nan), "target_kl must be at least 0"),
+        (lambda: soft_q([], 1.0), "soft Q needs returns"),
+        (lambda: soft_q([1.0], 0.0), "a finite beta above 0"),
+        (lambda: soft_q([1.0], math.inf), "a finite beta above 0"),
+        (lambda: soft_success(1.5, 1.0), "success must be in"),
+        (lambda: soft_success(0.5, 0.0), "success must be in"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(ask, says):
+    with pytest.raises(GuidanceError, match=says):
+        ask()
+
+
+def test_budgets_at_the_ends_are_no_beta_and_every_beta():
+    assert beta_for_kl(LOGS, Q, 0.0) == 0.0
+    assert beta_for_kl(LOGS, Q, kl_to_base([0.0, 0.0, 1.0], LOGS)) == math.inf
+
+
+def test_b6_5_a_soft_success_of_any_beta_is_a_number():
+    assert soft_success(0.5, 5000.0) == pytest.approx(1 - math.log(2) / 5000)
+    assert (soft_success(0.0, 5000.0), soft_success(1.0, 5000.0)) == (0.0, 1.0)
+
+
+def test_a_kl_is_never_below_zero_by_rounding():
+    for number in range(1, 200):
+        logs = [math.log(number / 200), math.log(1 - number / 200)]
+        assert kl_to_base([math.exp(lp) for lp in logs], logs) >= 0
