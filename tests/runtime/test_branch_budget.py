@@ -61,3 +61,11 @@ def test_a_cost_of_fewer_than_no_turns_is_refused():
     for turns, continuations in ((-1, 8), (20, -1)):
         with pytest.raises(ValueError, match="must not be negative"):
             branching_cost(turns, continuations, "Q")
+
+
+def test_the_most_that_was_held_is_remembered():
+    ledger = BranchLedger()
+    assert ledger.hold(8)
+    ledger.release(8)
+    assert ledger.hold(3)
+    assert (ledger.snapshot_bytes, ledger.most_snapshot_bytes) == (3, 8)

@@ -186,3 +186,15 @@ def test_tokens_before_the_action_count_in_all_its_continuations():
     found = explore(lambda: CoinFlipEnv(9), settings=settings, turns=[2], outcomes=2, continuations=2)[2]
     # Two of the four turns were said before, and the action is the third.
     assert [[len(one.turns) for one in some] for some in found.trajectories] == [[2, 1], [2, 1]]
+
+
+def test_an_outcome_that_is_refused_takes_its_continuations_along():
+    ledger = BranchLedger(BranchLimits(rollouts=1))
+    found = explore(Weather, turns=[0], outcomes=2, continuations=3, ledger=ledger)[0]
+    assert (sum(map(len, found.trajectories)), found.refused) == (1, 5)
+
+
+def test_an_outcome_that_a_limit_cut_short_at_once_is_not_final():
+    found = explore(Weather, settings={"limits": Limits(max_turns=1)}, turns=[0], outcomes=3, continuations=2)[0]
+    assert (found.truncated, found.split.continuations, found.split.mean) == (3, 3, 0.25)
+    assert math.isnan(found.split.within)
