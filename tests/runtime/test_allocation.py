@@ -112,3 +112,33 @@ def test_gates_by_values_look_where_they_jump_and_where_critics_differ():
 def test_the_best_of_noisy_means_flatters():
     assert expected_best_of_noisy_means(3, 2, 0.5) == pytest.approx(0.78125)
     assert expected_best_of_noisy_means(1, 8, 0.3) == pytest.approx(0.3)
+
+
+def test_gates_are_strict_about_thresholds_in_the_order_of_turns_and_refuse_nonsense():
+    assert highest([0.5, 0.6, 0.5], threshold=0.5) == [1]
+    assert highest([0.1, 0.5, 0.2, 0.9], share=0.5) == [1, 3]
+    for share in (0.0, 1.5, -1.0):
+        with pytest.raises(ValueError, match="share must be in"):
+            highest([0.1, 0.2], share=share)
+    with pytest.raises(ValueError, match="either share or threshold"):
+        highest([0.1], share=0.5, threshold=0.5)
+
+
+def test_the_smallest_budget_that_reaches_is_enough_and_one_less_is_not():
+    winner, rounds = successive_halving(lambda arm, count: [float(arm == 5)] * count, 8, 24)
+    assert (winner, [one.pulls_each for one in rounds]) == (5, [1, 2, 4])
+    assert [one.means[-1] for one in rounds] == [0.0, 0.0, 0.0]
+    for arms, budget in ((8, 23), (0, 10)):
+        with pytest.raises(ValueError, match="budget must give every arm a pull"):
+            successive_halving(lambda arm, count: [0.0] * count, arms, budget)
+    with pytest.raises(ValueError, match="total must give 1 to each of 2 strata: got 1"):
+        neyman_allocation([0.1, 0.2], 1)
+
+
+def test_a_stop_may_come_with_the_least_and_returns_of_any_size_have_two_standard_errors():
+    stop = SequentialStop(half_width=0.01, threshold=0.5, at_least=6)
+    assert stop.is_enough(estimate([1] * 6))
+    assert not stop.is_enough(estimate([1] * 5))
+    two = estimate([0.4, 0.6])  # 0.5, standard error 0.1
+    assert SequentialStop(half_width=0.21, at_least=2).is_enough(two)
+    assert not SequentialStop(half_width=0.15, at_least=2).is_enough(two)

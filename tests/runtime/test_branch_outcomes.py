@@ -198,3 +198,21 @@ def test_an_outcome_that_a_limit_cut_short_at_once_is_not_final():
     found = explore(Weather, settings={"limits": Limits(max_turns=1)}, turns=[0], outcomes=3, continuations=2)[0]
     assert (found.truncated, found.split.continuations, found.split.mean) == (3, 3, 0.25)
     assert math.isnan(found.split.within)
+
+
+def test_what_is_asked_whether_it_has_luck_says_so_in_earnest_and_is_closed():
+    made = []
+
+    def env():
+        made.append(Certain())
+        return made[-1]
+
+    explore(env, outcomes=1, continuations=2)
+    assert len(made) > 2
+    assert [one.closed for one in made] == [1] * len(made)
+
+    class Perhaps(CoinFlipEnv):
+        deterministic_step = "sometimes"
+
+    with pytest.raises(ConfigError, match="one outcome may be shared only where steps have no luck"):
+        explore(Perhaps, outcomes=1, continuations=2)

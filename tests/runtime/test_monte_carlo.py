@@ -128,3 +128,42 @@ def test_components_are_unbiased_where_nothing_is_clipped():
         )
     assert sum(split.within for split in found) / 2000 == pytest.approx(0.09, abs=0.006)
     assert sum(split.between for split in found) / 2000 == pytest.approx(0.16, abs=0.01)
+
+
+def test_intervals_are_as_wide_as_asked_for():
+    found = estimate([1, 1, 1, 0, 1, 1, 0, 1])
+    assert found.wilson(z=1.0) == pytest.approx((0.575236, 0.869208), abs=1e-6)
+    assert found.beta(prior=1.0, level=0.5) == pytest.approx((0.60946, 0.80449), abs=1e-5)
+    assert (found.beta_mean(), found.beta_mean(prior=1.0)) == (6.5 / 9, 0.7)
+    narrow, wide = newcombe_interval(6, 8, 3, 8, z=1.0), newcombe_interval(6, 8, 3, 8)
+    low_a, high_a = found.wilson(z=1.0)
+    low_b, high_b = estimate([1, 1, 1, 0, 0, 0, 0, 0]).wilson(z=1.0)
+    assert narrow[0] == pytest.approx(0.375 - math.hypot(0.75 - low_a, high_b - 0.375))
+    assert narrow[1] == pytest.approx(0.375 + math.hypot(high_a - 0.75, 0.375 - low_b))
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_nothing_against_something_says_nothing():
+    assert newcombe_interval(0, 0, 3, 8) == newcombe_interval(6, 8, 0, 0) == (-1.0, 1.0)
+    assert (estimate([]).truncated_fraction, estimate([0, 1, 0, 1], truncated=3).truncated_fraction) == (0.0, 0.75)
+
+
+def test_vine_advantages_discount_what_follows():
+    assert vine_advantages([1.0, 2.0], [0.5, 1.0], gamma=0.5) == [0.5 + 0.5 * 2.0 - 1.0, 1.0 - 2.0]
+
+
+def test_variances_and_costs_that_mean_nothing_are_refused():
+    for outcomes, continuations in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="must be positive"):
+            two_level_variance(0.1, 0.1, outcomes, continuations)
+    for bad in ((-0.1, 0.1, 1.0, 1.0), (0.1, -0.1, 1.0, 1.0), (0.1, 0.1, -1.0, 1.0), (0.1, 0.1, 1.0, 0.0)):
+        with pytest.raises(ValueError, match="must not be negative"):
+            optimal_continuations(*bad[:2], outcome_cost=bad[2], continuation_cost=bad[3])
+    for a, b, level in ((0.0, 1.0, 0.9), (1.0, -1.0, 0.9), (1.0, 1.0, 1.0)):
+        with pytest.raises(ValueError, match="must be positive and level in"):
+            beta_interval(a, b, level=level)
+
+
+def test_where_more_continuations_buy_nothing_one_is_best():
+    assert optimal_continuations(0.0, 0.0, outcome_cost=1.0, continuation_cost=1.0) == 1.0
+    assert optimal_continuations(0.0, 0.1, outcome_cost=0.0, continuation_cost=1.0) == 1.0
