@@ -14,6 +14,7 @@ from turngate.runtime.branch_outcomes import branch_outcomes
 from turngate.runtime.branching import branch
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.monte_carlo import two_level_variance
+from turngate.runtime.slots import Slots
 from turngate.runtime.testing import FakeEndpoint, run_virtual
 
 TASK = Task("coin")
@@ -216,3 +217,23 @@ def test_what_is_asked_whether_it_has_luck_says_so_in_earnest_and_is_closed():
 
     with pytest.raises(ConfigError, match="one outcome may be shared only where steps have no luck"):
         explore(Perhaps, outcomes=1, continuations=2)
+
+
+def test_outcomes_run_in_the_slots_they_are_given_and_keep_the_one_state_that_counts():
+    async def play():
+        runtime = Runtime(FakeEndpoint(lambda messages: "heads"), limits=Limits(max_turns=20))
+        trajectory = await runtime.rollout(lambda: CoinFlipEnv(4), TASK, seed=3, keep_snapshots=True)
+        slots, held = Slots(2), []
+
+        class Watched(CoinFlipEnv):
+            async def step(self, action):
+                held.append((slots.held, runtime.slots.held))
+                return await super().step(action)
+
+        options = {"turns": [0], "outcomes": 3, "continuations": 2, "slots": slots}
+        found = await branch_outcomes(runtime, lambda: Watched(4), trajectory, **options)
+        return held, found[0].trajectories
+
+    held, trajectories = run_virtual(play())
+    assert set(held) == {(2, 0), (1, 0)}
+    assert [turn.snapshot is not None for turn in trajectories[0][0].turns] == [False, True, False, False]
