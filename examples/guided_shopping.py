@@ -14,6 +14,7 @@ decision), and tokens sampled per episode, unchosen draws and branches included.
 
 import argparse
 import asyncio
+import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -169,6 +170,7 @@ def teach_critic(model: Path, folder: Path, seed: int, args: argparse.Namespace)
     episodes = asyncio.run(play_training_tasks(model, seed, args))
     print(f"seed {seed}: success {episodes}; fitting a critic to them", flush=True)
     config = ValueFitConfig(epochs=args.epochs, action_weight=args.action_weight, seed=seed)
+    shutil.rmtree(folder / "critic", ignore_errors=True)  # of a run that was stopped before it wrote the report
     # Not in a coroutine: Ctrl-C would wait for its end.
     report = fit_critic(model, episodes.trajectories, folder / "critic", config=config)
     (folder / "critic.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
