@@ -66,8 +66,8 @@ def load_critic(config: EngineConfig) -> PolicyModel | None:
         return None
     try:
         return PolicyModel.load(Path(config.critic))
-    except PublishError as error:
-        raise ConfigError(str(error)) from error
+    except (PublishError, ConfigError) as error:
+        raise ConfigError(f"critic: {error}") from error
 
 
 class EngineServer:

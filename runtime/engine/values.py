@@ -118,7 +118,9 @@ class Values:
 
 def _checked(critic: PolicyModel, policy: CachedRows) -> PolicyModel:
     if critic.value_head is None:
-        raise ConfigError("a critic must have a value head: this one has none; save it with one")
+        raise ConfigError(
+            "a critic must have a value head: this model has none; make one with fit_critic (turngate.learners)"
+        )
     own, wanted = critic.config, policy.engine.model.config
     if own.vocab_size != wanted.vocab_size:
         raise ConfigError(

@@ -235,6 +235,9 @@ async def test_an_engine_is_started_with_a_critic_folder(http, tiny_model, criti
 
 async def test_a_critic_folder_without_a_value_head_is_refused(tiny_model, tokenizer, tmp_path):
     tiny_model.save(tmp_path)
-    with pytest.raises(ConfigError, match="must have a value head"):
+    with pytest.raises(ConfigError, match=r"^critic: model folder must hold a readable config\.json: "):
+        async with Engine.start(tiny_model, tokenizer, critic=tmp_path / "nowhere", mode="thread"):
+            pass
+    with pytest.raises(ConfigError, match=r"must have a value head: .* make one with fit_critic"):
         async with Engine.start(tiny_model, tokenizer, critic=tmp_path, mode="thread"):
             pass
