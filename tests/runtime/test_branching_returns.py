@@ -8,10 +8,12 @@ import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.envs.fakes import CoinFlipEnv, EchoEnv
-from turngate.runtime import Limits, Runtime
+from turngate.runtime import Agent, Limits, Runtime, Session
 from turngate.runtime.allocation import SequentialStop
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits
 from turngate.runtime.branching import Branches, branch, branch_point, play_on, return_of, turn_surprisal
+from turngate.runtime.errors import ConfigError
+from turngate.runtime.events import RolloutFinished
 from turngate.runtime.monte_carlo import Estimate
 from turngate.runtime.slots import Slots
 from turngate.runtime.testing import FakeEndpoint, run_virtual
@@ -120,6 +122,7 @@ def test_a_cap_that_is_reached_refuses_what_is_left_once() -> None:
     ledger = BranchLedger(BranchLimits(rollouts=3))
     found = explore(lambda: PaidEnv(1), turns=[0], continuations=16, stop=stop, ledger=ledger)
     assert (found.q[0].estimate.count, found.q[0].refused, ledger.refused) == (3, 1, 1)
+    assert found.q[0].failed == 0  # what was refused has not failed
 
 
 def test_branches_run_in_the_slots_they_are_given() -> None:
@@ -175,3 +178,44 @@ def test_a_turn_without_tokens_has_no_surprisal() -> None:
     trajectory = msgspec.structs.replace(trajectory, turns=(silent, trajectory.turns[1]))
     assert turn_surprisal(trajectory) == pytest.approx([float("nan"), second], nan_ok=True)
     assert first > 0
+
+
+def test_continuations_are_told_in_their_order_whichever_ends_first() -> None:
+    def seeds(*latencies: float) -> list[int]:
+        async def play() -> list[int]:
+            waits = iter([0.0, *latencies])
+            endpoint = FakeEndpoint(lambda messages: "go", latency_s=lambda: next(waits))
+            runtime = Runtime(endpoint, limits=Limits(max_turns=20))
+            trajectory = await runtime.rollout(lambda: PaidEnv(1), TASK, seed=3, keep_snapshots=True)
+            found = await branch(runtime, lambda: PaidEnv(1), trajectory, continuations=3, estimands=["V"])
+            return [one.seed for one in found.v[0].trajectories]
+
+        return run_virtual(play())
+
+    assert seeds(3.0, 2.0, 1.0) == seeds(1.0, 2.0, 3.0)
+
+
+def test_an_agent_with_a_loop_of_its_own_cannot_be_branched() -> None:
+    async def solve(session: Session, task: Task) -> float:
+        return 0.0
+
+    async def play() -> None:
+        runtime = runtime_of()
+        trajectory = await runtime.rollout(lambda: PaidEnv(1), TASK, seed=3, keep_snapshots=True)
+        with pytest.raises(ConfigError, match="must go with an environment"):
+            await branch(runtime, Agent(solve), trajectory, continuations=1)
+
+    run_virtual(play())
+
+
+def test_whoever_listens_hears_of_branches_too() -> None:
+    heard: list[str] = []
+
+    async def play() -> tuple[str, ...]:
+        runtime = runtime_of()
+        runtime.events.subscribe(RolloutFinished, lambda event: heard.append(event.trajectory.id))
+        trajectory = await runtime.rollout(lambda: PaidEnv(1), TASK, seed=3, keep_snapshots=True)
+        found = await branch(runtime, lambda: PaidEnv(1), trajectory, continuations=2)
+        return trajectory.id, *(one.id for one in found.q[0].trajectories)
+
+    assert heard == list(run_virtual(play()))

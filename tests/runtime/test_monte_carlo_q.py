@@ -4,14 +4,22 @@ import itertools
 from random import Random
 from typing import Any
 
+import msgspec
+
 from turngate.envs.base import Action, End, Observation, Snapshot, Step, Task, ToolCall
 from turngate.envs.fakes import CoinFlipEnv
 from turngate.runtime import Limits, Runtime
 from turngate.runtime.context import History
+from turngate.runtime.dialect import Dialect
+from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.monte_carlo_q import MonteCarloQ
-from turngate.runtime.testing import FakeEndpoint, run_virtual
-from turngate.runtime.types import Message, Trajectory
+from turngate.runtime.recorded_chat import chat_with
+from turngate.runtime.testing import FakeEndpoint, FakeTransport, run_virtual
+from turngate.runtime.testing.endpoints import END_ID
+from turngate.runtime.testing.renderers import PAIR, FakeRenderer
+from turngate.runtime.transport import Reply
+from turngate.runtime.types import Completion, Message, Trajectory
 
 TASK = Task("till")
 
@@ -96,3 +104,37 @@ def test_continuations_go_on_from_the_whole_history_and_not_from_what_the_model_
     shown = run_virtual(episode())
     assert {users - answers for users, answers in shown if users > 1} == {2}
     assert (4, 2) in shown
+
+
+def test_continuations_go_on_from_the_ids_of_the_candidate_and_not_from_its_text() -> None:
+    """`ab` is sampled as one id and would be rendered as two."""
+    prompts: list[list[int]] = []
+
+    def serve(path: str, body: dict[str, Any]) -> Reply:
+        prompts.append(body["prompt"])
+        ids = [PAIR, ord("0") + len(prompts) % 10, END_ID]
+        logprobs = {"token_logprobs": [-0.5] * len(ids)}
+        choice = {"text": "", "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
+        return Reply(200, {}, msgspec.json.encode({"choices": [choice]}))
+
+    async def episode() -> Trajectory:
+        dialect, transport = Dialect(token_mode="tokens"), FakeTransport(serve)
+        endpoint = Endpoint("http://x/v1", model="m", dialect=dialect, renderer=FakeRenderer(), transport=transport)
+        runtime = Runtime(endpoint, limits=Limits(max_turns=20))
+        q = MonteCarloQ(runtime, lambda: Till(3), continuations=2)
+        return await runtime.rollout(lambda: Till(3), TASK, seed=1, guidance=Guidance(q, beta=1.0, draws=2))
+
+    assert run_virtual(episode()).end.is_terminal
+    assert len(prompts) > 6
+    assert max(prompt.count(PAIR) for prompt in prompts) == 2
+    for prompt in prompts:
+        assert b"ab" not in bytes(i for i in prompt if i < 256)
+
+
+def test_what_has_no_ids_is_no_chat_to_go_on_from() -> None:
+    shown = [Message("user", "go")]
+    assert chat_with(shown, Completion("x")) is None
+    assert chat_with(shown, Completion("x", [1], [-1.0], [0])) is None
+    found = chat_with(shown, Completion("x", [1], [-1.0], [0], [5, 6]))
+    assert found is not None
+    assert (found.prompt_ids(), found.answer_ids(), found.head) == ([5, 6], [1], 1)

@@ -241,3 +241,16 @@ async def test_a_critic_folder_without_a_value_head_is_refused(tiny_model, token
     with pytest.raises(ConfigError, match=r"must have a value head: .* make one with fit_critic"):
         async with Engine.start(tiny_model, tokenizer, critic=tmp_path, mode="thread"):
             pass
+
+
+async def test_b6_7_a_head_that_puts_out_values_is_read_as_they_are_and_one_of_logits_as_probabilities(
+    http, tiny_model, critic, tokenizer
+):
+    told = {}
+    for kind in ("success", "scalar"):
+        config = EngineConfig(seed=0, value_kind=kind)
+        async with EngineServer(copy.deepcopy(tiny_model), tokenizer, config, copy.deepcopy(critic)) as server:
+            _, reply = await post(http, server, "/pooling", {"input": ["buy", "the red one"]})
+        told[kind] = torch.tensor([entry["data"][0] for entry in reply["data"]])
+    assert not torch.allclose(told["scalar"], told["success"], atol=1e-3)
+    torch.testing.assert_close(told["scalar"].sigmoid(), told["success"])
