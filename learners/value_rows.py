@@ -95,7 +95,7 @@ def _row(
     turns_T = np.append(np.frombuffer(segment.turn_ids, np.int32).astype(np.int64), -1)
     sampled_T = np.append(generated_T, False)
     end_T = np.zeros_like(sampled_T)
-    end_T[1:] = sampled_T[:-1] & ((~sampled_T[1:]) | (turns_T[1:] != turns_T[:-1]))
+    end_T[1:] = sampled_T[:-1] & ~sampled_T[1:]
     mask_T = (sampled_T | end_T)[: reader.max_context]
     at_P = np.flatnonzero(mask_T)
     if not len(at_P):
@@ -113,7 +113,7 @@ def _row(
         mask_T=mask_T[:last],
         targets_P=targets_P.astype(np.float32),
         returns_P=returns_P.astype(np.float32),
-        is_end_P=end_T[at_P] & ~sampled_T[at_P],
+        is_end_P=end_T[at_P],
         turns_P=own_P,
         task=trajectory.task.id,
         branched=branched,

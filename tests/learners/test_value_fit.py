@@ -17,7 +17,7 @@ from turngate.learners.huggingface import HuggingFaceModel
 from turngate.learners.policy_model import model_source
 from turngate.learners.turns import recorded_rewards
 from turngate.learners.value_fit import ValueFitConfig, fit_critic
-from turngate.learners.value_rows import FitRow, Reader, episode_rows
+from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows
 from turngate.runtime.branching import Branches, TurnBranches
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
@@ -393,3 +393,30 @@ def test_a_model_of_transformers_can_be_the_critic(tmp_path: Path) -> None:
     again = HuggingFaceModel(tmp_path / "critic").load(tmp_path / "critic", value_head=True)
     values = value_fit._read(again, [row for t in toy(8) for row in rows_of(t)], FAST)
     assert float(values.std()) > 0.1  # the head came along
+
+
+def test_the_loss_is_a_mean_over_places_however_the_memory_cuts_them(folder: Path, tmp_path: Path) -> None:
+    episodes = toy(80, luck=0.3)
+    whole = fit_critic(folder, episodes, tmp_path / "whole", config=fast(epochs=2))
+    cut = fit_critic(folder, episodes, tmp_path / "cut", config=fast(epochs=2, microbatch_tokens=16))
+    assert cut.losses == pytest.approx(whole.losses, rel=1e-3)
+
+
+def test_weights_say_what_is_learned_and_what_the_held_out_loss_is_of(folder: Path, tmp_path: Path) -> None:
+    # Before the action nothing can be told, log 2 at best; behind it everything.
+    actions = fit_critic(folder, toy(160), tmp_path / "actions", config=fast(action_weight=1e4))
+    tokens = fit_critic(folder, toy(160), tmp_path / "tokens", config=fast(action_weight=1e-4))
+    assert min(actions.losses) < 0.3
+    assert min(tokens.losses) > 0.6
+    assert actions.explained_variance is not None
+    assert tokens.explained_variance is not None
+    assert tokens.explained_variance < 0.5 < actions.explained_variance
+
+
+def test_branches_of_one_episode_add_up_and_a_turn_with_either_value_counts_once() -> None:
+    made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.0, 1.0])
+    only_v, only_q = branched(made, {}, {0: [0.25]}), branched(made, {1: [0.5]}, {})
+    both = branches_by_trajectory([only_v, only_q], [made])["t"]
+    (row,) = rows_of(made, branches=both)
+    assert row.branched == 2
+    assert row.targets_P.tolist() == [0.25, 1.0, 1.0, 0.5, 0.5, 0.5]
