@@ -31,9 +31,9 @@ async def test_a_demonstration_is_an_episode_that_succeeds(example):
 
 
 async def test_it_runs_on_an_engine_of_its_own_and_on_a_url(example, tmp_path, capsys):
-    settings = {"model": "policy", "api_key": None, "episodes": 3, "steps": 2}
+    settings = {"model": "policy", "api_key": None, "episodes": 3, "steps": 2, "seed": 0, "updates": 0}
     await example.main(argparse.Namespace(url=None, **settings))
-    async with Engine.start(example.clone_policy(tmp_path, 2), mode="thread") as engine:
+    async with Engine.start(example.clone_policy(tmp_path, 2, 0), mode="thread") as engine:
         await example.main(argparse.Namespace(url=engine.url, **settings))
     said = capsys.readouterr().out
     assert said.count("success ") == said.count("tools {") == 2
