@@ -264,6 +264,27 @@ def test_a_conversation_goes_on_from_the_critics_own_cached_prefix():
     assert cached.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_the_critic_runs_only_what_its_own_cache_does_not_know_also_after_new_weights(monkeypatch, is_renewed):
+    batcher = serve(make_model(1), make_model(2, value_head=True))
+    batcher.submit(guided(3.0, prompt=PROMPT * 4))
+    batcher.step()
+    if is_renewed:
+        batcher.swap_critic(make_model(3, value_head=True).state_dict(), 7)
+    while batcher.has_work:
+        batcher.step()
+    engine, sizes = batcher._values.rows.engine, list[int]()
+    prefill = engine.prefill_hidden
+
+    def counted(spans, **more):
+        sizes.append(sum(len(span.ids) for span in spans))
+        return prefill(spans, **more)
+
+    monkeypatch.setattr(engine, "prefill_hidden", counted)
+    run(batcher, guided(3.0, prompt=(*PROMPT * 4, 5, 6)))
+    assert 0 < sum(sizes) < len(PROMPT * 4) / 2
+
+
 def test_one_step_runs_no_more_of_the_prompts_than_it_may_through_the_critic_either(monkeypatch):
     batcher = serve(make_model(1), make_model(2, value_head=True), max_prefill_tokens=100)
     prompts = [tuple(range(n, n + 60)) for n in range(6)]
