@@ -94,7 +94,7 @@ class Values:
         self.remember(rows, self.rows.engine.decode_hidden(tokens_B, positions_B, at_B))
 
     def move(self, source: int, target: int, sequence: LiveSequence) -> None:
-        """A sequence moves to another row; the policy's rows are moved by their owner. Its value is read again there."""
+        """A sequence moves to another row; the policy's rows are moved by their owner. Values are read again."""
         if self.has_own_rows and sequence.wants_values:
             self.rows.move(source, target, len(sequence.ids), sequence.value_entry)
 
