@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from turngate.envs.shopping import ShoppingEnv, held_out_tasks, train_tasks
 from turngate.learners.recipes.shopping import shopping_policy
@@ -300,7 +299,6 @@ def run_all(seeds: Sequence[int], folders: Sequence[Path], args: argparse.Namesp
         if args.warm_starts and not (found := model_of(seed, folder, args)).exists():
             raise SystemExit(f"--warm-starts must hold a model for every seed: {found} is missing")
         require_same_settings(folder, args)
-    torch.set_num_threads(1)  # of so small a model: on busy cores more threads fit a critic ten times as slowly
     try:
         for seed, folder in zip(seeds, folders, strict=True):
             run_seed(seed, folder, args)

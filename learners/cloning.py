@@ -18,6 +18,7 @@ from turngate.envs.base import ToolSpec
 from turngate.learners.batch import length_sorted
 from turngate.learners.logprobs import selected_logprobs
 from turngate.learners.optimizers import MuonAdamW, Schedule
+from turngate.learners.threads import one_thread
 from turngate.runtime.engine.chat import ROLES, render
 from turngate.runtime.engine.model import ModelConfig, PolicyModel
 from turngate.runtime.engine.packing import pack
@@ -86,6 +87,7 @@ class ChatScore(msgspec.Struct, frozen=True):
     """Assistant tokens that are the model's first choice given what came before."""
 
 
+@one_thread()
 def clone(
     demonstrations: Demonstrations,
     folder: Path | str,

@@ -8,7 +8,9 @@ continuations take the place of the one return that was seen.
 
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from turngate.learners.critic import ValueKind
 from turngate.learners.model_folder import beside
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.policy_model import ModelChoice, TrainableModel, mark_value_kind, model_source
+from turngate.learners.threads import one_thread
 from turngate.learners.turns import RewardsOf, recorded_rewards
 from turngate.learners.value_metrics import brier_score, explained_variance, success_auc
 from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows
@@ -33,7 +36,7 @@ from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Trajectory
 
-__all__ = ["ValueFitConfig", "ValueFitReport", "fit_critic"]
+__all__ = ["ValueFitConfig", "ValueFitProgress", "ValueFitReport", "fit_critic"]
 
 _log = logging.getLogger("turngate.value_fit")
 
@@ -80,6 +83,16 @@ class ValueFitConfig:
             raise ConfigError(f"max_grad_norm must be positive: got {self.max_grad_norm} (ValueFitConfig)")
 
 
+class ValueFitProgress(msgspec.Struct, frozen=True):
+    """What one epoch came to."""
+
+    epoch: int
+    """From 1."""
+    held_out_loss: float
+    seconds: float
+    """Since the start of the fit."""
+
+
 class ValueFitReport(msgspec.Struct, frozen=True, kw_only=True):
     """How good the critic is, on episodes of tasks it was not trained on. None where that is not defined."""
 
@@ -111,6 +124,7 @@ def fit_critic(
     config: ValueFitConfig = ValueFitConfig(),
     rewards: RewardsOf = recorded_rewards,
     branches: Sequence[Branches] = (),
+    progress: Callable[[ValueFitProgress], None] | None = None,
 ) -> ValueFitReport:
     """Train a copy of `model` with a value head on episodes and write it to `folder`; `Engine.start(critic=folder)`.
 
@@ -118,7 +132,7 @@ def fit_critic(
     episodes like any others, of which only their own turns train: add them to `trajectories`, if they are to.
     The folder must be new, and appears once everything is in it, or not at all.
     Args: rewards: what returns are sums of. branches: of some of the trajectories, found by id; where Q or V of a turn
-        was estimated, it is the target in place of the return.
+        was estimated, it is the target in place of the return. progress: called after each epoch, as `print`.
     Raises: LearnerError: too few episodes, returns outside [0, 1] for kind `success`, ids of another vocabulary, or a
     loss that is not finite. ConfigError: the folder holds something, or branches, which are paid what the environment
     pays, come together with other rewards.
@@ -140,6 +154,24 @@ def fit_critic(
     reader = Reader(config.kind, critic.config.max_context, critic.config.vocab_size)
     rows = [episode_rows(t, reader, rewards=rewards, branches=found.get(t.id)) for t in usable]
     train, held = _split(rows, config)
+    with one_thread() if isinstance(critic, PolicyModel) else nullcontext():
+        losses = _train(critic, train, held, config, progress)
+    with beside(folder) as made:
+        critic.save(made)
+        source.copy_companions(made)
+        made.rename(folder)
+    return _report(critic, train, held, losses, len(trajectories) - len(train) - len(held), config)
+
+
+def _train(
+    critic: TrainableModel,
+    train: Sequence[Sequence[FitRow]],
+    held: Sequence[Sequence[FitRow]],
+    config: ValueFitConfig,
+    progress: Callable[[ValueFitProgress], None] | None,
+) -> list[float]:
+    """Leave `critic` as it was after its best epoch; return the held-out loss after each."""
+    began_s = time.monotonic()
     optimizer = MuonAdamW(critic, muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
     steps = config.epochs * math.ceil(len(train) / config.batch_trajectories)
     schedule = msgspec.structs.replace(config.schedule, total_updates=steps)
@@ -159,15 +191,12 @@ def fit_critic(
         losses.append(float((_loss(outputs, targets, config) * weights).sum() / weights.sum()))
         if not math.isfinite(losses[-1]):
             raise LearnerError(f"held-out loss must be finite: got {losses[-1]} in epoch {epoch + 1}; lower the rates")
-        _log.info(f"epoch {epoch + 1}: held-out loss {losses[-1]:.4f}")
+        if progress is not None:
+            progress(ValueFitProgress(epoch + 1, losses[-1], time.monotonic() - began_s))
         if losses[-1] == min(losses):
             best = {name: tensor.detach().clone() for name, tensor in critic.state_dict().items()}
     critic.load_state_dict(best)
-    with beside(folder) as made:
-        critic.save(made)
-        source.copy_companions(made)
-        made.rename(folder)
-    return _report(critic, train, held, losses, len(trajectories) - len(train) - len(held), config)
+    return losses
 
 
 def _new_folder(folder: Path | str) -> Path:

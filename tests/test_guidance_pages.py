@@ -39,7 +39,7 @@ async def test_the_script_of_the_readme_and_the_code_of_the_page_run(
     for _ in range(2):  # the second time the critic is there
         await names["look_first"](model, tmp_path / "critic")
     said = [line[:7] for line in capsys.readouterr().out.splitlines()]
-    assert said == ["critic,", *["alone  ", "actions", "tokens "] * 2]
+    assert said == [*["ValueFi"] * 4, "critic,", *["alone  ", "actions", "tokens "] * 2]
 
     for block in python_blocks(PAGE):
         exec(block.replace("Engine.start(model", "Engine.start(model, mode='thread'"), names)

@@ -50,9 +50,9 @@ class _Admitted(NamedTuple):
 class Batcher:
     """Decodes many sequences together. Not thread-safe: one thread drives it.
 
-    Mutable state: the waiting queue; the running sequences, which fill rows 0 to R - 1 without gaps; both by id;
-    per-row token, position and sampling columns; the key-value rows with their prefix cache, and those of a critic;
-    the policy version; counters.
+    Mutable state: the waiting queues, of which that of values goes first; the running sequences, which fill rows 0 to
+    R - 1 without gaps; all of them by id; per-row token, position and sampling columns; the key-value rows with their
+    prefix cache, and those of a critic; the policy version; counters.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Batcher:
         )
         self._policy_version = policy_version
         self._waiting: deque[LiveSequence] = deque()
+        self._waiting_values: deque[LiveSequence] = deque()
         self._running: list[LiveSequence] = []
         self._live: dict[int, LiveSequence] = {}
         self._tokens = np.zeros(rows, dtype=np.int64)
@@ -93,7 +94,7 @@ class Batcher:
         self._counts = Counters(clock)
 
     def __repr__(self) -> str:
-        return f"<Batcher {len(self._running)} running, {len(self._waiting)} waiting, version {self._policy_version}>"
+        return f"<Batcher {len(self._running)} running, {self._waiting_count} waiting, version {self._policy_version}>"
 
     @property
     def policy_version(self) -> int:
@@ -103,7 +104,7 @@ class Batcher:
     @property
     def has_work(self) -> bool:
         """True while `step` would do something."""
-        return bool(self._running or self._waiting)
+        return bool(self._live)
 
     def submit(self, request: Request) -> int | Rejection:
         """Queue a request; returns its sequence id, or why it was not taken."""
@@ -119,7 +120,7 @@ class Batcher:
         seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
         sequence = LiveSequence(self._next_id, request, seed & _SEED_MASK, self._tokenizer, context)
         self._next_id += 1
-        self._waiting.append(sequence)
+        self._queue_of(sequence).append(sequence)
         self._live[sequence.id] = sequence
         return sequence.id
 
@@ -129,7 +130,7 @@ class Batcher:
         if sequence is None:
             return False
         if sequence.row < 0:
-            self._waiting.remove(sequence)
+            self._queue_of(sequence).remove(sequence)
         else:
             self._release([sequence])
         self._counts.cancelled += 1
@@ -178,7 +179,7 @@ class Batcher:
 
     def statistics(self) -> BatcherStatistics:
         """Return counts and present load."""
-        return self._counts.statistics(len(self._running), len(self._waiting), self._policy_version, self._rows.cache)
+        return self._counts.statistics(len(self._running), self._waiting_count, self._policy_version, self._rows.cache)
 
     @property
     def value_version(self) -> int:
@@ -203,8 +204,8 @@ class Batcher:
         deferred: list[LiveSequence] = []
         new_keys: set[int] = set()
         free = self.config.max_running - len(self._running)
-        while self._waiting and len(wave) < free and budget > 0:
-            sequence = self._waiting.popleft()
+        while (queue := self._waiting_values or self._waiting) and len(wave) < free and budget > 0:
+            sequence = queue.popleft()
             known = {
                 rows: (None, 0) if sequence.request.echo else rows.cache.find(sequence.ids, sequence.keys)
                 for rows in self._models_of(sequence)
@@ -220,8 +221,17 @@ class Batcher:
             wave.append(_Admitted(sequence, spans.get(self._rows), of_critic))
             new_keys.update(sequence.keys)
             budget -= sum(len(span.ids) for span in spans.values())
-        self._waiting.extendleft(reversed(deferred))
+        for sequence in reversed(deferred):
+            self._queue_of(sequence).appendleft(sequence)
         return wave, budget
+
+    def _queue_of(self, sequence: LiveSequence) -> deque[LiveSequence]:
+        """Return where a sequence waits. Values go first: they take one step, and whole decisions wait for them."""
+        return self._waiting_values if sequence.request.value else self._waiting
+
+    @property
+    def _waiting_count(self) -> int:
+        return len(self._waiting) + len(self._waiting_values)
 
     def _models_of(self, sequence: LiveSequence) -> list[CachedRows]:
         """Return which models run a prompt: the policy, unless only a critic's value is wanted, and the critic."""

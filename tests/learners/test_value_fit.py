@@ -16,7 +16,7 @@ from turngate.learners import policy_model, value_fit
 from turngate.learners.huggingface import HuggingFaceModel
 from turngate.learners.policy_model import model_source
 from turngate.learners.turns import recorded_rewards
-from turngate.learners.value_fit import ValueFitConfig, fit_critic
+from turngate.learners.value_fit import ValueFitConfig, ValueFitProgress, fit_critic
 from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows
 from turngate.runtime.branching import Branches, TurnBranches
 from turngate.runtime.engine.model import PolicyModel
@@ -400,6 +400,14 @@ def test_the_loss_is_a_mean_over_places_however_the_memory_cuts_them(folder: Pat
     whole = fit_critic(folder, episodes, tmp_path / "whole", config=fast(epochs=2))
     cut = fit_critic(folder, episodes, tmp_path / "cut", config=fast(epochs=2, microbatch_tokens=16))
     assert cut.losses == pytest.approx(whole.losses, rel=1e-3)
+
+
+def test_progress_is_told_after_every_epoch(folder: Path, tmp_path: Path) -> None:
+    told: list[ValueFitProgress] = []
+    report = fit_critic(folder, toy(40), tmp_path / "c", config=fast(epochs=3), progress=told.append)
+    assert [one.epoch for one in told] == [1, 2, 3]
+    assert tuple(one.held_out_loss for one in told) == report.losses
+    assert 0 < told[0].seconds < told[2].seconds
 
 
 def test_weights_say_what_is_learned_and_what_the_held_out_loss_is_of(folder: Path, tmp_path: Path) -> None:

@@ -323,6 +323,23 @@ def test_the_value_of_a_prompt_is_the_whole_passs(place):
     assert batcher.statistics().running == 0
 
 
+def test_values_go_before_generations_that_wait_and_behind_values_that_came_earlier():
+    config = BatcherConfig(max_running=1, max_cached_tokens=0)
+    batcher = Batcher(make_model(1), TOKENIZER, config, critic=make_model(2, value_head=True))
+    talk = Request(prompt_ids=PROMPT, max_tokens=4, seed=0, stop_ids=())
+    value = Request(prompt_ids=PROMPT, value=True, max_tokens=0)
+    running, waiting = batcher.submit(talk), batcher.submit(talk)
+    batcher.step()
+    first, gone, second = (batcher.submit(value) for _ in range(3))
+    assert batcher.statistics().waiting == 4
+    assert batcher.cancel(gone)
+    order = []
+    while batcher.has_work:
+        order += [done.id for done in batcher.step()]
+    assert order == [running, first, second, waiting]
+    assert batcher.statistics().waiting == 0
+
+
 def test_scalar_values_are_not_squashed():
     critic = make_model(2, value_head=True)
     batcher = Batcher(make_model(1), TOKENIZER, critic=critic, value_kind="scalar")
