@@ -1,6 +1,7 @@
 """Live progress of a run as lines on a terminal: a subscriber like any other."""
 
 import sys
+import time
 from typing import TextIO
 
 from turngate.envs.base import End
@@ -11,6 +12,8 @@ __all__ = ["show_progress"]
 _WARN_EVERY = 10
 """Updates between two warnings that there was nothing to learn from: a solved task would repeat it without end."""
 _ERROR_CHARS = 160
+_QUIET_S = 30.0
+"""A longer silence while episodes end looks like a run that hangs."""
 
 
 def show_progress(events: Events, *, every: int = 1, file: TextIO | None = None) -> None:
@@ -20,7 +23,8 @@ def show_progress(events: Events, *, every: int = 1, file: TextIO | None = None)
     of them that were cut short, if any; `from restarts` is the success of those that began in a kept state;
     `lag` is mean and maximum staleness of its tokens in policy versions; `learner` and `slots` are the shares of time
     the learner worked and the rollout slots were taken. A line of its own says how many rollouts failed since the line
-    before, and another one, at most every tenth update, that an update had nothing to learn from.
+    before, and another one, at most every tenth update, that an update had nothing to learn from. While an evaluation
+    or an update takes long, a line every half minute says how many of its episodes have ended.
     """
     progress = _Progress(every, file)
     events.subscribe(RolloutFinished, progress.on_rollout)
@@ -33,13 +37,19 @@ class _Progress:
     _failed: int  # rollouts since they were last reported
     _first_failure: str
     _quiet_until: int  # no warning before this update
+    _ended: int  # rollouts since the last update or evaluation
+    _said_s: float  # when the last line was printed
 
     def __init__(self, every: int, file: TextIO | None) -> None:
         self._every, self._file = every, file
         self._failed, self._first_failure, self._quiet_until = 0, "", 0
+        self._ended, self._said_s = 0, time.monotonic()
 
     def on_rollout(self, event: RolloutFinished) -> None:
         trajectory = event.trajectory
+        self._ended += 1
+        if time.monotonic() - self._said_s > _QUIET_S:
+            self._say(f"  episodes ended: {self._ended}, the last one by {trajectory.end.value}")
         if not trajectory.end.is_failure or trajectory.end is End.cancelled:  # stopping a run is not an error
             return
         if not self._failed:
@@ -48,7 +58,7 @@ class _Progress:
         self._failed += 1
 
     def on_update(self, event: UpdateFinished) -> None:
-        m = event.metrics
+        m, self._ended = event.metrics, 0
         if event.policy_version % self._every == 0:
             truncated = f"truncated {m['truncated']:.2f}  " if m["truncated"] > 0 else ""
             # NaN when nobody but restarted or injected episodes is in the batch.
@@ -66,7 +76,7 @@ class _Progress:
             self._say(f"warning: update {m['update']:.0f} had nothing to learn from: {why}")
 
     def on_evaluation(self, event: EvaluationFinished) -> None:
-        rate = event.successes / max(1, event.episodes)
+        rate, self._ended = event.successes / max(1, event.episodes), 0
         self._say(f"{event.name}: success {rate:.3f} on {event.episodes} episodes in {event.seconds:.1f} s")
         self._say_failures()
 
@@ -76,6 +86,7 @@ class _Progress:
             self._failed = 0
 
     def _say(self, line: str) -> None:
+        self._said_s = time.monotonic()
         print(line, file=self._file or sys.stdout, flush=True)
 
 

@@ -1,8 +1,10 @@
 import io
+from types import SimpleNamespace
 
 import pytest
 
 from turngate.envs.base import End, Task
+from turngate.runtime import progress
 from turngate.runtime.events import EvaluationFinished, Events, RolloutFinished, UpdateFinished
 from turngate.runtime.progress import show_progress
 from turngate.runtime.types import Trajectory
@@ -123,4 +125,24 @@ def test_success_from_restarts_stands_beside_that_from_task_starts() -> None:
     assert screen.lines() == [
         f"update    3  success 0.50  from restarts 0.25  {LINE}",
         f"update    4  success    -  from restarts 0.75  {LINE}",
+    ]
+
+
+def test_what_takes_long_is_told_every_half_minute_by_the_episodes_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
+    screen = Screen(every=5)
+    for passed_s in (10, 19, 2, 10, 21):  # lines after 31 and 62 seconds
+        now_s += passed_s
+        screen.rollout(End.success)
+    screen.update(1)  # no line of its own: the count begins again all the same
+    now_s += 40
+    screen.rollout(End.failure)
+    screen.evaluation()
+    screen.rollout(End.success)
+    assert screen.lines() == [
+        "  episodes ended: 3, the last one by success",
+        "  episodes ended: 5, the last one by success",
+        "  episodes ended: 1, the last one by failure",
+        "after: success 0.918 on 512 episodes in 6.0 s",
     ]
