@@ -24,6 +24,7 @@ from turngate.runtime.deadline import Deadline, DeadlineExceeded
 from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, ToolError
 from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.guidance_tally import GuidanceStatistics, GuidanceTally
+from turngate.runtime.plain_numbers import plain_float, plain_int
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.selection import beta_for_kl, log_selection_weight, pick, selection_probs
 from turngate.runtime.types import Candidate, Completion, Decision
@@ -34,8 +35,6 @@ from turngate.runtime.value_functions import (
     checked_beta,
     checked_values,
     copied,
-    number,
-    whole,
 )
 
 __all__ = ["Beta", "Candidates", "DecisionPoint", "Draw", "Guidance", "GuidanceStatistics", "QFunction", "QValues"]
@@ -141,8 +140,8 @@ class Guidance:
     def _settle(self, beta: Beta, draws: int, floor: float, max_kl: float | None) -> None:
         """Hold the settings that vary, as plain numbers: they go into records, which know no NumPy."""
         self.beta = beta if callable(beta) else checked_beta(beta, "Guidance")
-        self.draws, self.floor = whole(draws), number("floor", floor, "Guidance")
-        self.max_kl = None if max_kl is None else number("max_kl", max_kl, "Guidance")
+        self.draws, self.floor = plain_int("draws", draws, "Guidance"), plain_float("floor", floor, "Guidance")
+        self.max_kl = None if max_kl is None else plain_float("max_kl", max_kl, "Guidance")
         if self.draws < 1:
             raise ConfigError(f"draws must be 1 or more: got {self.draws} (Guidance)")
         if not 0 <= self.floor <= 1:

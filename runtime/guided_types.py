@@ -1,13 +1,13 @@
 """What guidance leaves in the record: how tokens were tilted, and how an action was chosen among several."""
 
 import math
-import operator
 from typing import Literal
 
 import msgspec
 
 from turngate.envs.base import ToolCall
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.plain_numbers import make_plain
 
 __all__ = ["Candidate", "Decision", "GuidedTokens", "TokenGuidance"]
 
@@ -27,13 +27,7 @@ class TokenGuidance(msgspec.Struct, frozen=True, kw_only=True):
     sampled so cannot be corrected for where the policy would have said something else."""
 
     def __post_init__(self) -> None:
-        try:
-            beta, top_k = float(self.beta), operator.index(self.top_k)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"beta must be a number, top_k a whole one: {error} (TokenGuidance)") from None
-        # Plain numbers: requests and records are JSON, which knows no NumPy.
-        msgspec.structs.force_setattr(self, "beta", beta)
-        msgspec.structs.force_setattr(self, "top_k", top_k)
+        make_plain(self, floats=("beta",), ints=("top_k",))
         if not (self.beta >= 0 and math.isfinite(self.beta)):
             raise ConfigError(f"beta must be finite and at least 0: got {self.beta} (TokenGuidance)")
         if not self.top_k >= 1:

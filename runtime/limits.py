@@ -3,8 +3,11 @@
 import msgspec
 
 from turngate.runtime.errors import ConfigError
+from turngate.runtime.plain_numbers import make_plain
 
 __all__ = ["Limits"]
+
+_COUNTS = ("max_turns", "max_policy_tokens", "max_context_tokens")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +30,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Closing the environment, and the end of a call that was cancelled; either is left behind after that."""
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be positive: got {value} (Limits)")
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        make_plain(self, floats=[n for n in given if n not in _COUNTS], ints=[n for n in given if n in _COUNTS])
+        for name in given:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive: got {getattr(self, name)} (Limits)")

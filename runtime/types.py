@@ -17,6 +17,7 @@ import msgspec
 from turngate.envs.base import End, Snapshot, Task, ToolCall
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.guided_types import Candidate, Decision, GuidedTokens, TokenGuidance
+from turngate.runtime.plain_numbers import make_plain
 
 __all__ = [
     "NO_TURN",
@@ -70,6 +71,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Values that a critic on the server gives every token a weight by; see `Guidance` for whole actions."""
 
     def __post_init__(self) -> None:
+        make_plain(self, floats=("temperature", "top_p"), ints=("top_k", "max_tokens"))
         # Written so that NaN fails: it is neither too small nor too large.
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature must be a finite number >= 0: got {self.temperature} (Sampling)")

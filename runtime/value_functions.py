@@ -1,4 +1,4 @@
-"""What value functions are shown and what they may answer; settings and values of others as plain numbers."""
+"""What value functions are shown and what they may answer; values of others as plain numbers."""
 
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
@@ -8,9 +8,10 @@ import msgspec
 
 from turngate.envs.base import Snapshot, Task, ToolSpec
 from turngate.runtime.errors import ConfigError, GuidanceError
+from turngate.runtime.plain_numbers import plain_float
 from turngate.runtime.types import Completion, Message
 
-__all__ = ["DecisionPoint", "QFunction", "QValues", "checked_beta", "checked_values", "copied", "number", "whole"]
+__all__ = ["DecisionPoint", "QFunction", "QValues", "checked_beta", "checked_values", "copied"]
 
 
 class DecisionPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,27 +75,9 @@ def copied(completion: Completion) -> Completion:
     return msgspec.structs.replace(completion, token_ids=ids, logprobs=logprobs, versions=versions)
 
 
-def number(name: str, value: object, where: str) -> float:
-    """Return a setting as a plain number; records know no NumPy. Raises: ConfigError: it is none."""
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        return float(value)  # type: ignore[arg-type]  # what has no __float__ is refused
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name} must be a number: got {value!r:.80} ({where})") from None
-
-
 def checked_beta(value: object, where: str) -> float:
     """Return beta. Raises: ConfigError: it is none."""
-    beta = number("beta", value, where)
+    beta = plain_float("beta", value, where)
     if not beta >= 0:
         raise ConfigError(f"beta must be at least 0: got {beta} ({where})")
     return beta
-
-
-def whole(draws: object) -> int:
-    """Return a number of draws. Raises: ConfigError: it is no whole number."""
-    try:
-        return operator.index(draws)  # type: ignore[arg-type]  # what has no __index__ is refused
-    except TypeError:
-        raise ConfigError(f"draws must be a whole number: got {draws!r:.80} (Guidance)") from None
