@@ -5,19 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import anyio
 import msgspec
 
-from turngate.runtime.errors import EndpointError, PublishError, PublishRefused
-from turngate.runtime.publishers.admin import Admin, AdminError
+from turngate.runtime.errors import EndpointError, PublishRefused
+from turngate.runtime.publishers.admin import Admin
 from turngate.runtime.publishers.checked import CheckedPublisher
-from turngate.runtime.publishers.folders import Version, VersionFolders, check_tensors, is_tied, model_folder
+from turngate.runtime.publishers.folder_server import FolderServer
+from turngate.runtime.publishers.folders import Version, VersionFolders, is_tied
 from turngate.runtime.weights import InFlight, check_in_flight
 
 __all__ = ["SGLangPublisher"]
-
-_CLEAN_UP_S = 60.0
-"""For making the server serve again after a failure or a cancellation."""
 
 
 class _Updated(msgspec.Struct):
@@ -78,42 +75,13 @@ class SGLangPublisher(CheckedPublisher):
         )
 
 
-class _SGLangControl:
+class _SGLangControl(FolderServer):
     """The control routes of an SGLang server."""
 
-    # Changed by serve(), keep() and undo(): _serving, _before, _is_known.
-
-    model: str | None = None
-
-    def __init__(self, admin: Admin, base_model: Path, folders: VersionFolders, in_flight: InFlight) -> None:
-        self.in_flight: InFlight = in_flight
-        self._admin = admin
-        self._base_model = base_model
-        self._folders = folders
-        self._serving = self._before = Version(base_model, "0")
-        self._is_known = True
-        """Whether what it serves is `_serving`, as far as its answers tell."""
+    go_on_route = "/continue_generation"
 
     def __repr__(self) -> str:
         return f"{self._admin.url}, SGLang"
-
-    async def serve(self, path: Path, policy_version: int) -> None:
-        await asyncio.to_thread(check_tensors, path, self._base_model)
-        folder = await asyncio.to_thread(self._folders.add, path, policy_version, model_folder(self._base_model, path))
-        version = Version(folder, str(policy_version))
-        await self._switch(version)
-        self._before, self._serving = self._serving, version
-
-    async def keep(self) -> None:
-        await asyncio.to_thread(self._folders.keep_only, (self._serving.folder, self._before.folder))
-
-    async def undo(self) -> str:
-        try:
-            await self._switch(self._before)
-        except PublishError as error:
-            return f"the weights before could not be put back, and what serves is not known: {error}"
-        self._serving = self._before
-        return f"the weights before serve again ({self._before.folder})"
 
     async def served_version(self) -> int:
         told = await self._admin.get("/get_model_info")
@@ -138,46 +106,13 @@ class _SGLangControl:
             raise EndpointError(f"input_token_logprobs must cover the prompt: got {len(logprobs)} of {len(token_ids)}")
         return [logprob or 0.0 for logprob in logprobs]  # the first has no context, and is null
 
-    async def _switch(self, version: Version) -> None:
-        """Load a folder. To keep requests alive they are retracted first, as only then may the cache be flushed."""
-        # Otherwise the server itself lets requests finish, and holds new ones back, unless told to abort them.
-        pauses = self.in_flight == "continues"
-        try:
-            if pauses:
-                await self._admin.post("/pause_generation", {"mode": "retract"})
-            await self._update(version)
-            if pauses:
-                await self._admin.post("/continue_generation", {})
-            self._is_known = True
-        except BaseException as error:
-            # Although cancelled: a server that stays paused would hold every request for ever.
-            state = "what the server serves is not known, and it may be paused: POST /continue_generation"
-            with anyio.move_on_after(_CLEAN_UP_S, shield=True):
-                state = await self._clean_up(error, pauses)
-            if isinstance(error, AdminError):
-                raise type(error)(f"{error}; {state}", status=error.status) from error
-            if isinstance(error, PublishError):
-                raise type(error)(f"{error}; {state}") from error
-            raise
+    async def _hold(self) -> None:
+        # To keep requests alive they are retracted, as only then may the cache be flushed. Otherwise the server itself
+        # lets requests finish, and holds new ones back, unless told to abort them.
+        if self.in_flight == "continues":
+            await self._admin.post("/pause_generation", {"mode": "retract"})
 
-    async def _clean_up(self, error: BaseException, pauses: bool) -> str:
-        """Make the server serve something known, and return what, as the end of an error message."""
-        has_said_no = isinstance(error, PublishError) and not (isinstance(error, AdminError) and not error.status)
-        try:
-            if has_said_no and not self._is_known:
-                # It may have the new weights all the same, from this attempt or from one whose reply was lost.
-                await self._update(self._serving)
-                self._is_known = True
-            if pauses:
-                await self._admin.post("/continue_generation", {})
-        except PublishError as failure:
-            return f"what the server serves is not known, and it may be paused: {failure}; restart it"
-        if not self._is_known:
-            return "the new weights may be serving under the old version's name"
-        return f"the old weights serve ({self._serving.folder})"
-
-    async def _update(self, version: Version) -> None:
-        self._is_known = False
+    async def _load(self, version: Version) -> None:
         body = {
             "model_path": str(version.folder),
             "abort_all_requests": self.in_flight == "restarts",
@@ -188,3 +123,10 @@ class _SGLangControl:
         updated = self._admin.decode(told, _Updated, "/update_weights_from_disk")
         if not updated.success:
             raise PublishRefused(f"the server must load {version.folder}: got {updated.message!r}")
+
+    async def _forget(self) -> None:
+        pass  # an update is one request, which flushes by itself
+
+    async def _go_on(self) -> None:
+        if self.in_flight == "continues":
+            await self._admin.post("/continue_generation", {})
