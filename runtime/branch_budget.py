@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, check_kind
 
 __all__ = ["BranchCost", "BranchLedger", "BranchLimits", "Estimand", "branching_cost"]
 
@@ -70,6 +70,7 @@ class BranchLedger:
     refused: int
 
     def __init__(self, limits: BranchLimits | None = None) -> None:
+        check_kind("limits", limits, BranchLimits, "BranchLedger")
         self.limits = limits or BranchLimits()
         self.rollouts = self.model_tokens = self.model_turns = self.env_steps = 0
         self.snapshot_bytes = self.most_snapshot_bytes = self.refused = 0

@@ -12,7 +12,7 @@ import msgspec
 
 from turngate.envs.base import Action, EnvFactory
 from turngate.runtime.branch_budget import BranchLedger
-from turngate.runtime.branching import branch_point, wanted_turns
+from turngate.runtime.branching import branch_point, recorded_action, wanted_turns
 from turngate.runtime.closing import close_env
 from turngate.runtime.continuation import Bootstrap, Player, side_by_side
 from turngate.runtime.errors import ConfigError
@@ -64,6 +64,7 @@ async def branch_outcomes(
     """
     if outcomes < 1 or continuations < 1:
         raise ConfigError(f"outcomes and continuations must be 1 or more: got {outcomes} and {continuations}")
+    player = Player(runtime, env, ledger=ledger, slots=slots, gamma=gamma, bootstrap=bootstrap)
     wanted = wanted_turns(trajectory, turns)
     points = {turn: branch_point(trajectory, turn, with_action=True) for turn in wanted}
     if outcomes == 1 and continuations > 1 and not await _is_deterministic(env, runtime):
@@ -71,17 +72,15 @@ async def branch_outcomes(
             "one outcome may be shared only where steps have no luck: the environment does not declare "
             "deterministic_step = True; ask for outcomes=2 or more"
         )
-    ledger = ledger if ledger is not None else BranchLedger()
-    player = Player(runtime, env, ledger=ledger, slots=slots or runtime.slots, gamma=gamma, bootstrap=bootstrap)
-    actions = {turn.index: Action(turn.text, turn.tool_calls) for turn in trajectory.turns}
     found: dict[int, OutcomeBranches] = {}
 
     async def run_one(turn: int) -> None:
         root = derive_seed(seed, "outcomes", trajectory.id, turn)
-        played = [_Outcome(player, gamma) for _ in range(outcomes)]
+        played = [_Outcome(player) for _ in range(outcomes)]
+        action = recorded_action(trajectory, turn)
 
         async def run(index: int) -> None:
-            await played[index].run(points[turn], actions[turn], derive_seed(root, "outcome", index), continuations)
+            await played[index].run(points[turn], action, derive_seed(root, "outcome", index), continuations)
 
         await side_by_side(range(outcomes), run, at_once=player.slots.total)
         found[turn] = _summary(turn, played)
@@ -91,10 +90,10 @@ async def branch_outcomes(
 
 
 class _Outcome:
-    """One execution of the action, and what follows it. Mutable state: all of it but the parts it is given."""
+    """One execution of the action, and what follows it. Mutable state: all of it but the player."""
 
-    def __init__(self, player: Player, gamma: float) -> None:
-        self._player, self._gamma = player, gamma
+    def __init__(self, player: Player) -> None:
+        self._player = player
         self.trajectories: dict[int, Trajectory] = {}  # by continuation
         self.returns: list[float] = []
         self.is_final = False  # the action ended the episode
@@ -120,7 +119,7 @@ class _Outcome:
         async def go_on(index: int) -> None:
             played = await self._play(index, after, None, derive_seed(root, "continuation", index))
             if played is not None and not played.end.is_failure:
-                self.returns.append(paid + self._gamma * await self._player.worth(played))
+                self.returns.append(paid + self._player.gamma * await self._player.worth(played))
 
         try:
             await side_by_side(range(1, count), go_on, at_once=self._player.slots.total)

@@ -11,19 +11,19 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from turngate.envs.base import Action, EnvFactory, Snapshot, Task
+from turngate.envs.base import Action, EnvFactory
 from turngate.runtime.allocation import SequentialStop
 from turngate.runtime.branch_budget import BranchLedger, Estimand
 from turngate.runtime.context import FullHistory
 from turngate.runtime.continuation import Bootstrap, Player, play_on, return_of, side_by_side, spend
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, check_kind
 from turngate.runtime.monte_carlo import Estimate, estimate, newcombe_interval, vine_advantages
-from turngate.runtime.recorded_chat import RecordedChat, chat_before, has_other_context, own_starts
+from turngate.runtime.recorded_chat import chat_before, has_other_context, own_starts
 from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.slots import Slots
-from turngate.runtime.types import Message, RestartedFrom, Trajectory, Turn
+from turngate.runtime.types import RestartedFrom, Trajectory, Turn
 
 __all__ = [
     "Bootstrap",
@@ -132,20 +132,20 @@ async def branch(
             `Estimate.truncated` says how many did. One that fails ends all branches.
         ledger: counts, and caps, what branches spend. slots: in which they run, by default the runtime's.
         seed: root of all luck in the branches.
-    Raises: ConfigError: a turn does not exist, or has no snapshot; nothing is to be estimated. TimeoutError: the
-        bootstrap is later than `Limits.turn_timeout_s`. ToolError: it raised, or returned no finite number.
+    Raises: ConfigError: a turn does not exist, or has no snapshot; nothing is to be estimated; an argument is of
+        another kind. TimeoutError: the bootstrap is later than `Limits.turn_timeout_s`. ToolError: it raised, or
+        returned no finite number.
     """
-    check_branching(estimands, continuations)
-    ledger = ledger if ledger is not None else BranchLedger()
+    check_branching(estimands, continuations, stop)
+    player = Player(runtime, env, ledger=ledger, slots=slots, gamma=gamma, bootstrap=bootstrap)
     wanted = wanted_turns(trajectory, turns)
     sides: list[tuple[int, Estimand]] = [(turn, kind) for turn in wanted for kind in dict.fromkeys(estimands)]
     points = {(turn, kind): branch_point(trajectory, turn, with_action=kind == "Q") for turn, kind in sides}
-    player = Player(runtime, env, ledger=ledger, slots=slots or runtime.slots, gamma=gamma, bootstrap=bootstrap)
     found: dict[Estimand, dict[int, TurnBranches]] = {"Q": {}, "V": {}}
 
     async def run_one(side: tuple[int, Estimand]) -> None:
         turn, kind = side
-        sampled = _Sampled(player, points[side], _action(trajectory, turn) if kind == "Q" else None)
+        sampled = _Sampled(player, points[side], recorded_action(trajectory, turn) if kind == "Q" else None)
         await sampled.run(derive_seed(seed, "branch", trajectory.id, turn, kind), continuations, stop)
         is_whole = kind == "V" or (trajectory.token_mode == "tokens" and type(runtime.context) is FullHistory)
         found[kind][turn] = sampled.summary(trajectory, turn, kind, compares=is_whole)
@@ -219,8 +219,9 @@ class _Sampled:
         )
 
 
-def check_branching(estimands: Sequence[str], continuations: int) -> None:
+def check_branching(estimands: Sequence[str], continuations: int, stop: SequentialStop | None) -> None:
     """Refuse what cannot be estimated. Raises: ConfigError."""
+    check_kind("stop", stop, SequentialStop)
     if continuations < 1:
         raise ConfigError(f"continuations must be 1 or more: got {continuations}")
     if not estimands or any(kind not in ("Q", "V") for kind in estimands):
@@ -262,20 +263,10 @@ def branch_point(trajectory: Trajectory, turn: int, *, with_action: bool = False
     return RestartPoint(trajectory.task, taken.snapshot, history, origin, chat_before(trajectory, said))
 
 
-def here(
-    task: Task,
-    snapshot: Snapshot,
-    history: Sequence[Message],
-    *,
-    origin: str,
-    turn: int,
-    policy_version: int,
-    policy_tokens: int = 0,
-    chat: RecordedChat | None = None,
-) -> RestartPoint:
-    """Return the state that a live episode is in, to play on from."""
-    reached = RestartedFrom(origin, turn, policy_version, "branch", policy_tokens=policy_tokens)
-    return RestartPoint(task, snapshot, tuple(history), reached, chat)
+def recorded_action(trajectory: Trajectory, turn: int) -> Action:
+    """Return what was done in a turn. Raises: ConfigError: there is no such turn."""
+    taken = trajectory.turns[_position(trajectory, turn)]
+    return Action(taken.text, taken.tool_calls)
 
 
 def turn_surprisal(trajectory: Trajectory) -> list[float]:
@@ -299,8 +290,3 @@ def _position(trajectory: Trajectory, turn: int) -> int:
             return position
     known = [taken.index for taken in trajectory.turns]
     raise ConfigError(f"turns must be among the episode's: got {turn}, of {known} (trajectory {trajectory.id})")
-
-
-def _action(trajectory: Trajectory, turn: int) -> Action:
-    taken = trajectory.turns[_position(trajectory, turn)]
-    return Action(taken.text, taken.tool_calls)

@@ -16,7 +16,7 @@ from turngate.envs.base import Action, EnvFactory
 from turngate.runtime.agent import check_agent_run
 from turngate.runtime.branch_budget import BranchLedger
 from turngate.runtime.deadline import Deadline
-from turngate.runtime.errors import ToolError
+from turngate.runtime.errors import ConfigError, ToolError, check_kind
 from turngate.runtime.foreign import ForeignCalls
 from turngate.runtime.injection import Injection
 from turngate.runtime.restarts import RestartPoint
@@ -45,14 +45,17 @@ class Player:
         runtime: Runtime,
         env: EnvFactory,
         *,
-        ledger: BranchLedger,
-        slots: Slots,
+        ledger: BranchLedger | None = None,
+        slots: Slots | None = None,
         gamma: float = 1.0,
         bootstrap: Bootstrap | None = None,
     ) -> None:
-        """Hold the parts; arguments are as of `branch`."""
-        self._runtime, self._env, self.ledger, self.slots = runtime, env, ledger, slots
-        self._gamma, self._bootstrap = gamma, bootstrap
+        """Hold the parts; arguments are as of `branch`. Raises: ConfigError: one is of another kind."""
+        _check_runtime(runtime)
+        check_kind("ledger", ledger, BranchLedger)
+        check_kind("slots", slots, Slots)
+        self._runtime, self._env, self._bootstrap, self.gamma = runtime, env, bootstrap, gamma
+        self.ledger, self.slots = ledger or BranchLedger(), slots or runtime.slots
 
     async def play(
         self, point: RestartPoint, action: Action | None, *, seed: int, keep_snapshots: bool = False
@@ -78,7 +81,7 @@ class Player:
 
         Raises: TimeoutError: the bootstrap is too late. ToolError: it raised, or returned no finite number.
         """
-        value = return_of(trajectory, gamma=self._gamma)
+        value = return_of(trajectory, gamma=self.gamma)
         if self._bootstrap is None or not trajectory.end.is_truncation:
             return value
         limits, deadline = self._runtime.limits, Deadline()
@@ -86,7 +89,7 @@ class Player:
         with deadline:
             deadline.set(asyncio.get_running_loop().time() + limits.turn_timeout_s, "bootstrap")
             rest = await calls.run("the bootstrap", ToolError, self._bootstrap, trajectory)
-        return value + self._gamma ** len(trajectory.turns) * _finite(rest)
+        return value + self.gamma ** len(trajectory.turns) * _finite(rest)
 
 
 async def play_on(
@@ -104,6 +107,7 @@ async def play_on(
     What came before counts towards `max_turns` and `max_policy_tokens`. `action` is a turn; its tokens count where the
     point counts them, as `branch_point(..., with_action=True)` does. Cancelled: `on_cancelled` gets what there is.
     """
+    _check_runtime(runtime)
     check_agent_run(env, restarts=point)
     injection = None
     if action is not None:
@@ -167,6 +171,14 @@ async def side_by_side(items: Iterable[T], run: Callable[[T], Awaitable[None]], 
             for item in items:
                 await room.acquire()  # as many tasks as can do something: a million would fill the memory
                 tg.start_soon(one, item)
+
+
+def _check_runtime(runtime: object) -> None:
+    if not isinstance(runtime, Runtime):
+        raise ConfigError(
+            f"runtime must be a Runtime to play branches on: got {runtime!r:.80}; an endpoint goes into "
+            "Runtime(endpoint)"
+        )
 
 
 def _finite(value: object) -> float:

@@ -41,6 +41,7 @@ __all__ = [
     "StalenessError",
     "ToolError",
     "TurngateError",
+    "check_kind",
 ]
 
 
@@ -50,6 +51,13 @@ class TurngateError(Exception):
 
 class ConfigError(TurngateError, ValueError):
     """What the user asked for cannot work; the message says what would."""
+
+
+def check_kind(name: str, value: object, kind: type, where: str = "") -> None:
+    """Require what the user gave for `name` to be a `kind`, or None. Raises: ConfigError: it is something else."""
+    if value is not None and not isinstance(value, kind):
+        at = f" ({where})" if where else ""
+        raise ConfigError(f"{name} must be {kind.__name__}(...) or None: got {value!r:.80}{at}")
 
 
 class EndpointError(TurngateError, RuntimeError):

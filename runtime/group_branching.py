@@ -20,7 +20,7 @@ from turngate.runtime.branching import (
     wanted_turns,
 )
 from turngate.runtime.continuation import side_by_side
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, check_kind
 from turngate.runtime.learner import Learner
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
@@ -65,7 +65,14 @@ class Branching:
     which only their own turns train, compared with each other alone."""
 
     def __post_init__(self) -> None:
-        check_branching(self.estimands, self.continuations)
+        check_branching(self.estimands, self.continuations, self.stop)
+        check_kind("limits", self.limits, BranchLimits, "Branching")
+        turns: object = self.turns
+        if turns is not None and not callable(turns):
+            raise ConfigError(
+                f"turns must be a function of a trajectory that names its turns, or None for all: got {turns!r:.80} "
+                "(Branching)"
+            )
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -106,7 +113,7 @@ class GroupBrancher:
 
         Cancelled: so are the branches, and their slots and environments are given back.
         """
-        found: dict[str, dict[Estimand, dict[int, TurnBranches]]] = {t.id: {} for t in group.trajectories}
+        found: dict[tuple[str, Estimand], dict[int, TurnBranches]] = {}
         wanted = {t.id: self._turns(t) for t in group.trajectories}
         first, holders = _shared_states(group, wanted)
 
@@ -123,22 +130,24 @@ class GroupBrancher:
                 ledger=self.ledger,
                 seed=derive_seed(self._seed, "branching", trajectory.id),
             )
-            found[trajectory.id][kind] = made.v if kind == "V" else made.q
+            found[trajectory.id, kind] = made.v if kind == "V" else made.q
 
         sides: list[tuple[Trajectory, Estimand]] = [
             (t, kind) for t in group.trajectories for kind in dict.fromkeys(self.config.estimands)
         ]
         await side_by_side(sides, run, at_once=max(len(sides), 1))
         own = [
-            Branches(trajectory=t, q=found[t.id].get("Q", {}), v=found[t.id].get("V", {})) for t in group.trajectories
+            Branches(trajectory=t, q=found.get((t.id, "Q"), {}), v=found.get((t.id, "V"), {}))
+            for t in group.trajectories
         ]
         self._count(own)
-        if "V" in self.config.estimands:
-            shared = {t: {turn: found[h]["V"][at] for turn, (h, at) in of.items()} for t, of in holders.items()}
-        else:
-            shared = {t.id: {} for t in group.trajectories}
-        members = (msgspec.structs.replace(one, v=shared[one.trajectory.id]) for one in own)
-        valued = tuple(_without_snapshots(with_branch_values(one)) for one in members)
+        v_of = {(one.trajectory.id, turn): of for one in own for turn, of in one.v.items()}
+
+        def with_shared(one: Branches) -> Branches:
+            held = holders[one.trajectory.id].items()
+            return msgspec.structs.replace(one, v={turn: v_of[holder] for turn, holder in held if holder in v_of})
+
+        valued = tuple(_without_snapshots(with_branch_values(with_shared(one))) for one in own)
         groups = tuple(made for one in own for made in continuation_groups(one, order=group.order))
         return msgspec.structs.replace(group, trajectories=valued), groups if self.config.train_on else ()
 
@@ -207,7 +216,8 @@ def _shared_states(
 ) -> tuple[dict[str, list[int]], dict[str, dict[int, tuple[str, int]]]]:
     """Return the turns to value by trajectory, and for every turn whose V is its own: (trajectory id, turn).
 
-    Members with one history and one state of the environment have one value: their first turn, above all.
+    Members with one history, of the same ids, and one state of the environment have one value: their first turn, above
+    all.
     """
     known: dict[object, tuple[str, int]] = {}
     first: dict[str, list[int]] = {}
@@ -216,7 +226,7 @@ def _shared_states(
         first[trajectory.id], holders[trajectory.id] = [], {}
         for turn in wanted[trajectory.id]:
             point = branch_point(trajectory, turn)
-            state = (point.snapshot, point.messages)
+            state = (point.snapshot, point.messages, point.chat)
             if state not in known:
                 known[state] = trajectory.id, turn
                 first[trajectory.id].append(turn)

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 from turngate.envs.base import Action, EnvFactory, Snapshot
 from turngate.runtime.branch_budget import BranchLedger
-from turngate.runtime.branching import here
 from turngate.runtime.continuation import Bootstrap, Player, side_by_side
 from turngate.runtime.errors import ConfigError, GuidanceError
 from turngate.runtime.guidance import DecisionPoint, QValues
 from turngate.runtime.recorded_chat import chat_with
 from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.runtime import Runtime
+from turngate.runtime.search import action_key
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.selection import soft_q
 from turngate.runtime.slots import Slots
-from turngate.runtime.types import Completion
+from turngate.runtime.types import Completion, RestartedFrom
 
 __all__ = ["MonteCarloQ"]
 
@@ -32,7 +32,7 @@ class MonteCarloQ:
     name = "monte_carlo"
     needs_snapshots = True
 
-    # Changed by calls: the ledger, the slots, and the counts of continuations.
+    # Changed by calls: the ledger, the player's slots, and the counts of continuations.
 
     def __init__(
         self,
@@ -59,9 +59,8 @@ class MonteCarloQ:
         if soft_beta is not None and not 0 < soft_beta < math.inf:
             raise ConfigError(f"soft_beta must be finite and above 0: got {soft_beta} (MonteCarloQ)")
         self._continuations, self._soft_beta = continuations, soft_beta
-        self.ledger = ledger if ledger is not None else BranchLedger()
-        self._slots = Slots(max_concurrent)
-        self._player = Player(runtime, env, ledger=self.ledger, slots=self._slots, bootstrap=bootstrap)
+        self._player = Player(runtime, env, ledger=ledger, slots=Slots(max_concurrent), bootstrap=bootstrap)
+        self.ledger = self._player.ledger
         self._counted = self._truncated = 0
 
     def __repr__(self) -> str:
@@ -93,32 +92,31 @@ class MonteCarloQ:
             self.ledger.release(size)
 
     async def _value(self, point: DecisionPoint, snapshot: Snapshot, candidates: Sequence[Completion]) -> QValues:
-        nodes: dict[object, Completion] = {}
-        for candidate in candidates:
-            nodes.setdefault(_key(candidate), candidate)
-        starts = [_start(point, snapshot, candidate) for candidate in nodes.values()]
+        actions = [Action(candidate.text, candidate.tool_calls) for candidate in candidates]
+        keys = [action_key(action) for action in actions]
+        nodes = {key: keys.index(key) for key in keys}  # equal candidates are tried once, as the first was written
+        starts = {key: _start(point, snapshot, candidates[first]) for key, first in nodes.items()}
         returns: dict[object, list[float]] = {key: [] for key in nodes}
 
         async def one(play: tuple[int, object, int]) -> None:
             number, key, index = play
-            action = Action(nodes[key].text, nodes[key].tool_calls)
             seed = derive_seed(point.seed, "monte carlo", number, index)
-            trajectory = await self._player.play(starts[number], action, seed=seed)
+            trajectory = await self._player.play(starts[key], actions[nodes[key]], seed=seed)
             if trajectory is not None and not trajectory.end.is_failure:
                 self._counted += 1
                 self._truncated += trajectory.end.is_truncation
                 returns[key].append(await self._player.worth(trajectory))
 
         plays = [(number, key, i) for number, key in enumerate(nodes) for i in range(self._continuations)]
-        await side_by_side(plays, one, at_once=self._slots.total)
-        if empty := [nodes[key].text for key, found in returns.items() if not found]:
+        await side_by_side(plays, one, at_once=self._player.slots.total)
+        if empty := [actions[nodes[key]].text for key, found in returns.items() if not found]:
             spent = self.ledger.exhausted()
             raise GuidanceError(
                 f"every candidate must have a continuation that came to an end: none has {empty[0]!r:.80}"
                 + (f"; the ledger's cap on {spent} is met" if spent else "")
             )
         values = {key: self._mean(found) for key, found in returns.items()}
-        return QValues([values[_key(candidate)] for candidate in candidates], point.policy_version)
+        return QValues([values[key] for key in keys], point.policy_version)
 
     def _mean(self, returns: Sequence[float]) -> float:
         if self._soft_beta is not None:
@@ -126,21 +124,16 @@ class MonteCarloQ:
         return sum(returns) / len(returns)
 
 
-def _key(candidate: Completion) -> object:
-    return candidate.text, tuple((call.name, call.arguments) for call in candidate.tool_calls)
-
-
 def _start(point: DecisionPoint, snapshot: Snapshot, candidate: Completion) -> RestartPoint:
     """Return the state of the episode, to take a candidate in: its tokens count, as if it had been chosen."""
     assert point.task is not None
-    is_whole = list(point.messages) == list(point.history)
-    return here(
-        point.task,
-        snapshot,
-        point.history,
-        origin=f"{point.task.id}.{point.seed:x}",
-        turn=point.turn,
-        policy_version=point.policy_version,
+    reached = RestartedFrom(
+        f"{point.task.id}.{point.seed:x}",
+        point.turn,
+        point.policy_version,
+        "branch",
         policy_tokens=point.policy_tokens + len(candidate.token_ids),
-        chat=chat_with(point.messages, candidate) if is_whole else None,
     )
+    # What was shown, not the history: a context function that hides messages goes on from the same ids here, too.
+    chat = chat_with(point.messages, candidate)
+    return RestartPoint(point.task, snapshot, tuple(point.history), reached, chat)

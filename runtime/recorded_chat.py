@@ -4,6 +4,7 @@ One text has many tokenisations. Where chats are rendered here, a conversation t
 the earlier answers from their text; given the recorded chat, it keeps the ids as they were sampled.
 """
 
+import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -19,12 +20,14 @@ class RecordedChat(msgspec.Struct, frozen=True):
 
     messages: tuple[Message, ...]
     """The last is the answer."""
-    head: int
-    """Messages that were there before the first answer: rendered, not sampled."""
     prompt: bytes
     """int32 ids that the answer was sampled behind."""
     token_ids: bytes
     """int32 ids of the answer."""
+
+    def head(self) -> tuple[Message, ...]:
+        """Return the messages before the first answer: rendered, not sampled."""
+        return tuple(itertools.takewhile(lambda message: message.role != "assistant", self.messages))
 
     def prompt_ids(self) -> list[int]:
         """Return the prompt's ids."""
@@ -55,7 +58,6 @@ def chat_before(trajectory: Trajectory, position: int) -> RecordedChat | None:
     ids = trajectory.segments[0].token_ids
     return RecordedChat(
         trajectory.messages[: starts[sampled[-1]] + 1],
-        starts[0],
         ids[: 4 * last.start],
         ids[4 * last.start : 4 * (last.start + last.length)],
     )
@@ -66,9 +68,8 @@ def chat_with(shown: Sequence[Message], drawn: Completion) -> RecordedChat | Non
     if not drawn.token_ids or not drawn.prompt_token_ids:
         return None
     answer = Message("assistant", drawn.text, drawn.tool_calls)
-    head = next((index for index, message in enumerate(shown) if message.role == "assistant"), len(shown))
     prompt, ids = array("i", drawn.prompt_token_ids), array("i", drawn.token_ids)
-    return RecordedChat((*shown, answer), head, prompt.tobytes(), ids.tobytes())
+    return RecordedChat((*shown, answer), prompt.tobytes(), ids.tobytes())
 
 
 def has_other_context(trajectory: Trajectory, position: int, continuation: Trajectory, *, with_action: bool) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 from turngate.envs.base import End, Snapshot, Task
 from turngate.runtime.answers import describe_error
 from turngate.runtime.errors import ConfigError
-from turngate.runtime.recorded_chat import RecordedChat
+from turngate.runtime.recorded_chat import RecordedChat, own_starts
 from turngate.runtime.recovery import beta_learnability, mixed_with_uniform
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.types import Group, Message, RestartedFrom, Trajectory, Turn
@@ -288,7 +288,7 @@ def find_restart_points(trajectory: Trajectory, config: Restarts) -> list[Restar
     if trajectory.restarted_from is not None:
         return []
     points: list[RestartPoint] = []
-    starts = [i for i, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    starts = own_starts(trajectory)
     oldest: int | None = None
     turns = trajectory.turns
     for earlier, before, turn, start in zip((None, *turns), turns, turns[1:], starts[1:], strict=False):

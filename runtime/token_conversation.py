@@ -159,10 +159,11 @@ class TokenConversation:
         # 3. Read what it says, and remember it as it was sampled.
         completion = self._read(completion, sampling, prefix, has_tools=bool(offered))
         answer = Message("assistant", completion.text, completion.tool_calls)
+        remember = partial(self._remember, place, offered, shown, answer, prompt, completion.token_ids)
         if later is None:
-            self._remember(place, offered, shown, answer, prompt, completion.token_ids)
+            remember()
         else:
-            later.append(partial(self._remember, place, offered, shown, answer, prompt, completion.token_ids))
+            later.append(remember)
         return completion
 
     def recall(self, chat: RecordedChat, tools: Sequence[ToolSpec] = ()) -> bool:
@@ -174,7 +175,7 @@ class TokenConversation:
         answer, offered = chat.messages[-1], tuple(tools)
         prompt, token_ids = chat.prompt_ids(), chat.answer_ids()
         try:
-            head = self._renderer.render(chat.messages[: chat.head], offered)
+            head = self._renderer.render(chat.head(), offered)
             reply = self._renderer.parse(token_ids, has_tools=bool(offered))
         except ConfigError:
             return False

@@ -8,7 +8,7 @@ import anyio
 from turngate.envs.base import Task
 from turngate.runtime.agent import AgentOrEnv, check_agent_run
 from turngate.runtime.capabilities import check_trainable
-from turngate.runtime.errors import ConfigError
+from turngate.runtime.errors import ConfigError, check_kind
 from turngate.runtime.group_branching import Branching
 from turngate.runtime.injection import Injection
 from turngate.runtime.learner import Learner, check_learner
@@ -71,9 +71,9 @@ async def train(
             "or FolderPublisher for a server that loads files itself"
         )
     check_trainable(runtime.endpoint, runtime.sampling)
-    _check_kind("restarts", restarts, Restarts)
-    _check_kind("injection", injection, Injection)
-    _check_kind("branching", branching, Branching)
+    check_kind("restarts", restarts, Restarts)
+    check_kind("injection", injection, Injection)
+    check_kind("branching", branching, Branching)
     scores = (*runtime.scorers.names, *(branching.scores if branching is not None else ()))
     check_learner(learner, runtime.sampling, max_staleness, scores, runtime.guidance)
     if branching is not None:
@@ -110,11 +110,6 @@ async def train(
             with single_errors():
                 await _loop(run, config)
     return run.report()
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {kind.__name__}(...) or None: got {value!r}")
 
 
 async def _loop(run: Run, config: TrainConfig) -> None:

@@ -38,6 +38,11 @@ def test_snapshots_are_held_up_to_the_cap_and_given_back():
     assert (ledger.snapshot_bytes, ledger.most_snapshot_bytes, ledger.refused) == (10, 10, 1)
 
 
+def test_limits_of_another_kind_are_refused():
+    with pytest.raises(ConfigError, match=r"limits must be BranchLimits\(\.\.\.\) or None: got 5 \(BranchLedger\)"):
+        BranchLedger(5)
+
+
 def test_a_negative_cap_is_refused():
     with pytest.raises(ConfigError, match="env_steps must be None or at least 0"):
         BranchLimits(env_steps=-1)

@@ -533,7 +533,7 @@ def test_cancelling_a_decision_cancels_its_branches():
 
     def check(tick):
         q = state["q"]
-        assert (q._slots.held, q._slots.waiting, q.ledger.snapshot_bytes) == (0, 0, 0), tick
+        assert (q._player.slots.held, q._player.slots.waiting, q.ledger.snapshot_bytes) == (0, 0, 0), tick
         assert all(env.closed == 1 for env in state["made"]), tick
 
     assert cancel_at_every_tick(play, check) > 20
@@ -613,7 +613,7 @@ def test_environments_that_do_everything_wrong_leak_nothing_and_spare_the_others
         kind = [(t.end, [turn.observation for turn in t.turns]) for t in await asyncio.gather(*mains)]
         await asyncio.sleep(30.0)  # what was left behind ends by itself
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert (runtime.slots.held, runtime.slots.waiting, q._slots.held, ledger.snapshot_bytes) == (0, 0, 0, 0)
+        assert (runtime.slots.held, runtime.slots.waiting, q._player.slots.held, ledger.snapshot_bytes) == (0, 0, 0, 0)
         assert all(one.closed == 1 for one in made)
         return kind
 

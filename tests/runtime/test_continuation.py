@@ -11,6 +11,7 @@ from turngate.envs.base import Action, Task
 from turngate.envs.fakes import CoinFlipEnv
 from turngate.runtime import Agent, Limits, Runtime
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits
+from turngate.runtime.branch_outcomes import branch_outcomes
 from turngate.runtime.branching import branch, branch_point, play_on, return_of
 from turngate.runtime.continuation import Player, side_by_side
 from turngate.runtime.errors import ConfigError, ToolError
@@ -144,6 +145,28 @@ def test_an_agent_with_a_loop_of_its_own_is_refused():
         point = await start(runtime)
         with pytest.raises(ConfigError, match="restarts must go with an environment"):
             await play_on(runtime, Agent(solve), point, Action("heads"), seed=1)
+
+    run_virtual(play())
+
+
+def test_parts_of_another_kind_are_refused_by_name():
+    async def play():
+        runtime = runtime_of()
+        trajectory = await runtime.rollout(coins, TASK, seed=3, keep_snapshots=True)
+        with pytest.raises(ConfigError, match=r"runtime must be a Runtime .*: got .*FakeEndpoint.*; an endpoint goes"):
+            await branch(runtime.endpoint, coins, trajectory)
+        with pytest.raises(ConfigError, match="runtime must be a Runtime"):
+            await branch_outcomes(runtime.endpoint, coins, trajectory)
+        with pytest.raises(ConfigError, match="runtime must be a Runtime"):
+            await play_on(runtime.endpoint, coins, branch_point(trajectory, 0), None, seed=1)
+        with pytest.raises(ConfigError, match="runtime must be a Runtime"):
+            MonteCarloQ(runtime.endpoint, coins)
+        with pytest.raises(ConfigError, match=r"ledger must be BranchLedger\(...\) or None: got BranchLimits\("):
+            await branch(runtime, coins, trajectory, ledger=BranchLimits(rollouts=3))
+        with pytest.raises(ConfigError, match=r"slots must be Slots\(...\) or None: got 4"):
+            await branch(runtime, coins, trajectory, slots=4)
+        with pytest.raises(ConfigError, match=r"stop must be SequentialStop\(...\) or None: got 0.1"):
+            await branch(runtime, coins, trajectory, stop=0.1)
 
     run_virtual(play())
 

@@ -199,9 +199,19 @@ def test_a_gate_that_names_a_turn_twice_pays_for_it_once() -> None:
     assert brancher.ledger.rollouts == 2 * 2
 
 
-@pytest.mark.parametrize("bad", [{"continuations": 0}, {"estimands": ()}, {"estimands": ("A",)}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"continuations": 0},
+        {"estimands": ()},
+        {"estimands": ("A",)},
+        {"limits": 5},
+        {"stop": 0.1},
+        {"turns": [0, 1]},
+    ],
+)
 def test_settings_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(bad))):
+    with pytest.raises(ConfigError, match=f"^{next(iter(bad))} must be .*: got"):
         Branching(**bad)
 
 

@@ -137,4 +137,4 @@ def test_what_has_no_ids_is_no_chat_to_go_on_from() -> None:
     assert chat_with(shown, Completion("x", [1], [-1.0], [0])) is None
     found = chat_with(shown, Completion("x", [1], [-1.0], [0], [5, 6]))
     assert found is not None
-    assert (found.prompt_ids(), found.answer_ids(), found.head) == ([5, 6], [1], 1)
+    assert (found.prompt_ids(), found.answer_ids(), list(found.head())) == ([5, 6], [1], shown)

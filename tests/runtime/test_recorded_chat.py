@@ -8,9 +8,10 @@ import pytest
 from turngate.envs.base import Observation, Step, Task, ToolSpec
 from turngate.envs.fakes import CoinFlipEnv
 from turngate.runtime import Dialect, Limits, Runtime
-from turngate.runtime.branching import branch, branch_point
+from turngate.runtime.branching import branch, branch_point, play_on
 from turngate.runtime.context import last_turns
 from turngate.runtime.endpoint import Endpoint
+from turngate.runtime.group_branching import Branching, GroupBrancher
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.injection import Injection
 from turngate.runtime.monte_carlo_q import MonteCarloQ
@@ -19,7 +20,7 @@ from turngate.runtime.testing import FakeEndpoint, FakeRenderer, FakeTransport, 
 from turngate.runtime.testing.renderers import PAIR
 from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.transport import Reply
-from turngate.runtime.types import Message, Sampling
+from turngate.runtime.types import Group, Message, Sampling
 
 TASK = Task("abc", "Say ab.")
 END = 260
@@ -116,16 +117,23 @@ def test_continuations_see_the_ids_that_the_episode_saw():
     assert others(found) == [0] * 12
 
 
-def test_a_live_decision_is_valued_behind_the_ids_that_it_was_made_with():
-    endpoint, transport = server(either_way())
+def without_first_turn(history):
+    return history.messages if history.turns < 2 else [*history.head, *history.turn_messages(1)]
+
+
+@pytest.mark.parametrize("context", [None, without_first_turn])
+def test_a_live_decision_is_valued_behind_the_ids_that_it_was_made_with(context):
+    """Whether they are those of the whole history, or a context function has hidden some of it."""
+    endpoint, transport = server(either_way(7))
 
     async def play():
-        runtime = Runtime(endpoint, limits=Limits(max_turns=3))
-        q = MonteCarloQ(runtime, Listener, continuations=1)
+        limits = Limits(max_turns=5)
+        q = MonteCarloQ(Runtime(endpoint, limits=limits, context=context), Listener, continuations=1)
+        runtime = Runtime(server(either_way())[0], limits=limits, context=context)
         return await runtime.rollout(Listener, TASK, seed=1, guidance=Guidance(q, beta=0.0001, draws=2))
 
     trajectory = run_virtual(play())
-    for turn in (0, 1):
+    for turn in (0, 2, 3) if context else (0, 1, 2, 3):  # after turn 1 the first is hidden, and all is rendered anew
         heard = render_ids([Message("user", f"again {turn + 1}")])
         first = trajectory.turns[turn].decision.candidates[0]  # equal texts are tried once, as the first was written
         known = [*ids_of(trajectory, turn, with_action=False), *memoryview(first.token_ids).cast("i").tolist(), *heard]
@@ -152,6 +160,55 @@ def test_a_context_function_sees_to_its_own_context():
     assert others(found) == [0] * 12
     whole, _ = played(*server(lambda prompt: [PAIR, END]), context=cut)
     assert [whole.v[turn].other_context for turn in range(6)] == [0, 0, 2, 2, 2, 2]  # the second sees all of one turn
+
+
+def test_an_old_answer_in_the_place_of_one_that_says_the_same_is_told():
+    cut = last_turns(1)
+    found, _ = played(*server(lambda prompt: [PAIR, END]), context=cut, record_context=cut)
+    # The episode went on from the ids of its first answer, which branches that begin behind it do not know.
+    assert [found.v[turn].other_context for turn in range(6)] == [0, 0, 2, 2, 2, 2]
+
+
+def test_a_start_that_goes_on_where_the_episodes_ended_is_another():
+    class Prompting(FakeRenderer):
+        """Another template: writes something before the model speaks."""
+
+        def render(self, messages, tools=()):
+            return [*super().render(messages, tools), 1]
+
+    recorded, other = server(lambda prompt: [PAIR, END]), server(lambda prompt: [PAIR, END], Prompting())
+    found, _ = played(*recorded, branches=other)
+    assert found.v[0].other_context == 2
+
+
+def test_branches_of_branches_see_the_ids_that_those_saw():
+    endpoint, _ = server(either_way(2))
+
+    async def play():
+        runtime = Runtime(endpoint, limits=Limits(max_turns=6))
+        trajectory = await runtime.rollout(Listener, TASK, seed=1, keep_snapshots=True)
+        assert any(len(trajectory.turns[turn].text) != trajectory.turns[turn].length - 1 for turn in (0, 1))
+        first = await play_on(runtime, Listener, branch_point(trajectory, 2), None, seed=5, keep_snapshots=True)
+        return await branch(runtime, Listener, first, continuations=2, turns=[1, 2], estimands=["Q", "V"])
+
+    assert others(run_virtual(play())) == [0] * 4
+
+
+def test_members_that_said_the_same_with_other_ids_are_valued_apart():
+    async def play(*ways):
+        answers = iter([way for way in ways for _ in range(2)])
+        endpoint, _ = server(lambda prompt: next(answers, WAYS[0]))
+        runtime = Runtime(endpoint, limits=Limits(max_turns=2))
+        members = [
+            await runtime.rollout(Listener, TASK, seed=n, env_seed=7, trajectory_id=f"g0.{n}", keep_snapshots=True)
+            for n in range(2)
+        ]
+        brancher = GroupBrancher(Branching(continuations=1), runtime, Listener, seed=1)
+        await brancher.value(Group(id="g0", task=TASK, order=0, trajectories=tuple(members)))
+        return brancher.ledger.rollouts
+
+    assert run_virtual(play(WAYS[0], WAYS[0])) == 2  # both turns once, for both members
+    assert run_virtual(play(WAYS[0], WAYS[1])) == 3  # the second turn of each, behind its own ids
 
 
 def test_histories_with_injected_actions_are_recalled_as_they_were():
