@@ -6,7 +6,7 @@ Beyond the OpenAI API, as vLLM and the embedded engine have them: `return_token_
 """
 
 from collections.abc import Sequence
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -20,15 +20,14 @@ __all__ = [
     "ChatRequest",
     "TextReply",
     "TextRequest",
-    "chat_choice_completion",
     "chat_completion",
     "check_finished",
     "check_logprobs",
     "check_prompt",
+    "choice_completion",
     "decode_reply",
     "prompt_ids",
     "spelled_ids",
-    "text_choice_completion",
     "text_completion",
     "wire_messages",
     "wire_tools",
@@ -140,6 +139,7 @@ class ChatChoice(msgspec.Struct):
     policy_versions: list[TokenId] | None = None
     base_logprobs: list[Logprob] | None = None
     value_versions: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
 class Usage(msgspec.Struct):
@@ -235,7 +235,7 @@ def chat_completion(
         log-probs are not an error.
     """
     prompt = prompt_ids(reply.prompt_token_ids)
-    return chat_choice_completion(_first(reply.choices), prompt, version_sent, version_received, newest_version)
+    return choice_completion(_first(reply.choices), prompt, version_sent, version_received, newest_version)
 
 
 def prompt_ids(text: "bytes | msgspec.Raw") -> Sequence[int]:
@@ -244,26 +244,22 @@ def prompt_ids(text: "bytes | msgspec.Raw") -> Sequence[int]:
     return JsonIds(text) if text and text != b"null" else ()
 
 
-def chat_choice_completion(
-    choice: ChatChoice,
+def choice_completion(
+    choice: ChatChoice | TextChoice,
     prompt: Sequence[int],
     version_sent: int,
     version_received: int,
     newest_version: int | None = None,
 ) -> Completion:
-    """Check one choice of a chat reply and return it. Raises MalformedReply as `chat_completion` does."""
+    """Check one choice of a reply and return it. Raises MalformedReply as `chat_completion` does."""
     check_finished(choice)
-    message = choice.message
-    logprobs: list[float] = []
-    if choice.logprobs is not None and choice.logprobs.content is not None:
-        logprobs = [token.logprob for token in choice.logprobs.content]
-    calls = message.tool_calls
+    text, logprobs, calls = _said_in_chat(choice) if isinstance(choice, ChatChoice) else _said_in_text(choice)
     return Completion(
-        message.content or "",
+        text,
         *_aligned(choice, logprobs, version_sent, newest_version),
         prompt,
         choice.finish_reason or "stop",
-        tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls) if calls else (),
+        calls,
         version_sent,
         version_received,
     )
@@ -282,7 +278,7 @@ def text_completion(
     """
     choice = _first(reply.choices)
     check_prompt(prompt_ids(choice.prompt_token_ids) or prompt_ids(reply.prompt_token_ids), prompt)
-    return text_choice_completion(choice, prompt, version_sent, version_received, newest_version)
+    return choice_completion(choice, prompt, version_sent, version_received, newest_version)
 
 
 def check_prompt(told: Sequence[int], sent: Sequence[int]) -> None:
@@ -298,30 +294,27 @@ def check_prompt(told: Sequence[int], sent: Sequence[int]) -> None:
         )
 
 
-def text_choice_completion(
-    choice: TextChoice,
-    prompt: Sequence[int],
-    version_sent: int,
-    version_received: int,
-    newest_version: int | None = None,
-) -> Completion:
-    """Check one choice of a reply of /completions and return it. Raises MalformedReply as `chat_completion` does."""
-    check_finished(choice)
+_Said: TypeAlias = tuple[str, Sequence[float], tuple[ToolCall, ...]]
+"""Text, log-probs and tool calls of a choice."""
+
+
+def _said_in_chat(choice: ChatChoice) -> _Said:
+    message = choice.message
+    logprobs: list[float] = []
+    if choice.logprobs is not None and choice.logprobs.content is not None:
+        logprobs = [token.logprob for token in choice.logprobs.content]
+    calls = message.tool_calls or ()
+    return message.content or "", logprobs, tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls)
+
+
+def _said_in_text(choice: TextChoice) -> _Said:
     if not choice.token_ids and choice.logprobs is not None:
         choice.token_ids = spelled_ids(choice.logprobs.tokens)
     logprobs: Sequence[float | None] = []
     if choice.logprobs is not None and choice.logprobs.token_logprobs:
         logprobs = choice.logprobs.token_logprobs
         check_logprobs(logprobs, "choices[0].logprobs.token_logprobs")
-    return Completion(
-        choice.text,
-        *_aligned(choice, cast(Sequence[float], logprobs), version_sent, newest_version),
-        prompt,
-        choice.finish_reason or "stop",
-        (),
-        version_sent,
-        version_received,
-    )
+    return choice.text, cast(Sequence[float], logprobs), ()
 
 
 C = TypeVar("C", ChatChoice, TextChoice)

@@ -15,9 +15,7 @@ from turngate.runtime.engine.protocol import (
     ChatRequest,
     CompletionRequest,
     PoolingRequest,
-    SamplingFields,
     decode_request,
-    token_id_prompts,
 )
 from turngate.runtime.engine.replies import (
     OMIT,
@@ -40,6 +38,7 @@ from turngate.runtime.engine.streaming import ChatStream, CompletionStream, Enve
 from turngate.runtime.engine.tokenizer import StreamDecoder, Tokenizer
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.openai_api.refusals import JSON_HEADERS, RequestError
+from turngate.runtime.openai_api.sampling_fields import SamplingFields, prompts_of
 from turngate.runtime.types import TokenGuidance
 
 __all__ = ["Completions"]
@@ -93,7 +92,7 @@ class Completions:
         self._check(ask)
         if ask.echo and ask.stream:
             raise RequestError("echo must not come with stream: true; score prompts without streaming", param="echo")
-        prompts = [self._encode(prompt) for prompt in token_id_prompts(ask.prompt)]
+        prompts = [self._encode(prompt) for prompt in prompts_of(ask.prompt)]
         jobs = [(prompt, self._max_tokens(prompt, ask.max_tokens, "prompt", _TEXT_TOKENS)) for prompt in prompts]
         with Generation(self._thread, self._requests(ask, jobs, ask.logprobs or 0)) as generation:
             envelope = self._envelope("cmpl")
@@ -106,7 +105,7 @@ class Completions:
         """POST /pooling: the value of the state after the last token of each input."""
         ask = decode_request(_POOLING, await http.read())
         self._check(ask)
-        inputs = [self._encode(entry, "input") for entry in token_id_prompts(ask.input, "input")]
+        inputs = [self._encode(entry, "input") for entry in prompts_of(ask.input, "input")]
         self._check_room(len(inputs), "inputs", "input")
         if max(map(len, inputs)) > self._max_context:
             raise RequestError(
@@ -193,7 +192,6 @@ class Completions:
         """Return one batcher request per prompt and choice, the choices of one prompt being neighbours."""
         n = ask.n or 1
         self._check_room(n * len(jobs))
-        stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
         echo = (
             isinstance(ask, CompletionRequest) and bool(ask.echo) and (ask.logprobs is not None or not ask.max_tokens)
         )
@@ -212,7 +210,7 @@ class Completions:
                 top_p=1.0 if ask.top_p is None else ask.top_p,
                 top_k=max(0, ask.top_k or 0),
                 seed=choice_seed(ask.seed, choice),
-                stop=stop,
+                stop=ask.stops,
                 top_logprobs=top_logprobs,
                 echo=echo,
                 stream=bool(ask.stream),

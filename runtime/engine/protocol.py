@@ -6,7 +6,6 @@ implemented are refused rather than ignored, because a client that trains on the
 log-probs.
 """
 
-import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from turngate.envs.base import ToolCall, ToolSpec
 from turngate.runtime.openai_api.neutral import NEUTRAL, NEUTRAL_CHAT, refuse_unsupported
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
+from turngate.runtime.openai_api.sampling_fields import OfferedFunction, SamplingFields, check, check_sampling
 from turngate.runtime.types import Message
 
 __all__ = [
@@ -24,33 +24,21 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "CriticRequest",
+    "GenerationFields",
     "GuidanceFields",
-    "OfferedFunction",
     "OfferedTool",
     "PoolingRequest",
-    "SamplingFields",
-    "StreamOptions",
     "WeightsRequest",
     "decode_request",
-    "token_id_prompts",
 ]
 
-MAX_CHOICES = 1024
-"""Cap on `n` times prompts of one request: more is a mistake, and each one is held in memory."""
 MAX_TOP_LOGPROBS = 20
 """As OpenAI; each alternative costs a dictionary in the reply."""
 MAX_STOPS = 16
 """Every stop string is searched for after every token."""
 
-_SEED_BOUND = 2**63
 MAX_POLICY_VERSION = 2**31 - 1
 """Clients store one version per token, as an int32."""
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    """Options of a streamed reply."""
-
-    include_usage: bool = False
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -75,14 +63,6 @@ class ChatToolCall(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
-class OfferedFunction(msgspec.Struct, frozen=True):
-    """The function of a tool on offer."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class OfferedTool(msgspec.Struct, frozen=True):
     """One tool on offer."""
 
@@ -91,7 +71,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
     def as_spec(self) -> ToolSpec:
         """Return the tool as the chat template reads it."""
-        return ToolSpec(self.function.name, self.function.description or "", self.function.parameters or {})
+        return self.function.as_spec()
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -138,22 +118,9 @@ class CriticRequest(msgspec.Struct, kw_only=True, frozen=True):
     value_version: Annotated[int, msgspec.Meta(ge=0, le=MAX_POLICY_VERSION)]
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
-    """What chat and text completions have in common."""
+class GenerationFields(SamplingFields, kw_only=True, frozen=True):
+    """What chat and text completions have in common. No `model` means the served one, as with vLLM."""
 
-    model: str | None = None
-    """None means the served model, as with vLLM."""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    """0 and -1 keep the whole vocabulary."""
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     guidance: GuidanceFields | None = None
     """Ours: draw every token by the values of what it leads to."""
@@ -172,7 +139,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
     suffix: str | None = None
 
 
-class ChatRequest(SamplingFields, kw_only=True, frozen=True):
+class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
@@ -186,7 +153,7 @@ class ChatRequest(SamplingFields, kw_only=True, frozen=True):
     functions: list[Any] | None = None
 
 
-class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
+class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
@@ -215,58 +182,22 @@ def decode_request(decoder: "msgspec.json.Decoder[RequestT]", body: bytes) -> Re
     Raises: RequestError: 400 with the field named in `param`, as precisely as it is known.
     """
     request = decode_json(decoder, body)
-    if isinstance(request, SamplingFields):
-        _check_sampling(request)
+    if isinstance(request, GenerationFields):
+        _check_generation(request)
     return request
 
 
-def token_id_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
-    """Return the prompts of a text completion: one list entry per prompt, a text or token ids.
-
-    Raises: RequestError: the list is empty or mixes texts, ids and lists of ids.
-    """
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise RequestError(f"{param} must not be empty: expected a text or token ids, got []", param=param)
-    if all(isinstance(entry, int) for entry in prompt):
-        return [[entry for entry in prompt if isinstance(entry, int)]]
-    prompts: list[str | list[int]] = [entry for entry in prompt if not isinstance(entry, int)]
-    if len(prompts) < len(prompt) or len({type(entry) for entry in prompts}) > 1:
-        raise RequestError(
-            f"{param} must be one kind of thing: expected texts, token ids or lists of token ids, got a mixture",
-            param=param,
-        )
-    return prompts
-
-
-def _check_sampling(request: SamplingFields) -> None:
+def _check_generation(request: GenerationFields) -> None:
     refuse_unsupported(lambda name: getattr(request, name), NEUTRAL, _ME)
-    _check(request.temperature, "temperature", "a finite number >= 0", lambda v: math.isfinite(v) and v >= 0)
-    _check(request.top_p, "top_p", "a number in (0, 1]", lambda v: 0 < v <= 1)
-    _check(request.top_k, "top_k", "an integer >= -1", lambda v: -1 <= v < _SEED_BOUND)
-    _check(request.n, "n", f"an integer in [1, {MAX_CHOICES}]", lambda v: 1 <= v <= MAX_CHOICES)
-    _check(request.seed, "seed", "a 64 bit integer", lambda v: -_SEED_BOUND <= v < _SEED_BOUND)
-    _check_stop(request.stop)
+    check_sampling(request)
+    if len(request.stops) > MAX_STOPS:
+        raise RequestError(f"stop must hold at most {MAX_STOPS} strings: got {len(request.stops)}", param="stop")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options must come with stream: true", param="stream_options")
     if isinstance(request, ChatRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
         _check_completion(request)
-
-
-def _check(value: float | None, name: str, expected: str, ok: Any) -> None:
-    if value is not None and not ok(value):
-        raise RequestError(f"{name} must be {expected}: got {value}", param=name)
-
-
-def _check_stop(stop: str | list[str] | None) -> None:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"stop must hold at most {MAX_STOPS} strings: got {len(stops)}", param="stop")
-    if not all(stops):
-        raise RequestError("stop must not hold an empty string: it would end every completion", param="stop")
 
 
 def _check_chat(request: ChatRequest) -> None:
@@ -276,7 +207,7 @@ def _check_chat(request: ChatRequest) -> None:
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
     for name in ("max_tokens", "max_completion_tokens"):
-        _check(getattr(request, name), name, "an integer >= 1", lambda v: v >= 1)
+        check(getattr(request, name), name, "an integer >= 1", lambda v: v >= 1)
     _check_top_logprobs(request.top_logprobs, "top_logprobs")
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs must come with logprobs: true", param="top_logprobs")
@@ -297,9 +228,9 @@ def _check_message(message: ChatMessage, where: str) -> None:
 def _check_completion(request: CompletionRequest) -> None:
     # Nothing to generate makes sense only when the prompt itself is to be scored.
     least = 0 if request.echo else 1
-    _check(request.max_tokens, "max_tokens", f"an integer >= {least}", lambda v: v >= least)
+    check(request.max_tokens, "max_tokens", f"an integer >= {least}", lambda v: v >= least)
     _check_top_logprobs(request.logprobs, "logprobs")
 
 
 def _check_top_logprobs(value: int | None, name: str) -> None:
-    _check(value, name, f"an integer in [0, {MAX_TOP_LOGPROBS}]", lambda v: 0 <= v <= MAX_TOP_LOGPROBS)
+    check(value, name, f"an integer in [0, {MAX_TOP_LOGPROBS}]", lambda v: 0 <= v <= MAX_TOP_LOGPROBS)

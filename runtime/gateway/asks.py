@@ -1,12 +1,12 @@
 """What agents ask: typed where the gateway reads, verbatim where it does not, so that unknown fields pass through."""
 
-import math
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from turngate.envs.base import ToolCall
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
+from turngate.runtime.openai_api.sampling_fields import INT64, SamplingFields, check, check_sampling, prompts_of
 from turngate.runtime.types import Message
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "ChatAsk",
     "Fields",
     "Part",
-    "StreamOptions",
     "TextAsk",
     "check_utf8",
     "decode_chat",
@@ -23,10 +22,6 @@ __all__ = [
 
 Fields: TypeAlias = dict[str, msgspec.Raw]
 """A JSON object whose values are left as they came."""
-
-MAX_CHOICES = 1024
-"""Cap on `n`: more is a mistake, and each choice is held in memory."""
-_INT64 = 2**63
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -81,34 +76,7 @@ class AskedMessage(msgspec.Struct, frozen=True):
         return Message(role, content or "", tuple(c.as_call() for c in calls) if calls else (), self.tool_call_id or "")
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """Options of a streamed reply."""
-
-    include_usage: bool | None = None
-
-
-class _SamplingAsk(msgspec.Struct, kw_only=True, frozen=True):
-    """What chat and text completions have in common and the gateway looks at."""
-
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-
-class ChatAsk(_SamplingAsk, kw_only=True, frozen=True):
+class ChatAsk(SamplingFields, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
     messages: list[AskedMessage]
@@ -124,12 +92,17 @@ class ChatAsk(_SamplingAsk, kw_only=True, frozen=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TextAsk(_SamplingAsk, kw_only=True, frozen=True):
+class TextAsk(SamplingFields, kw_only=True, frozen=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts, or lists of token ids. Raises: RequestError: 400, both in one list, or none."""
+        return prompts_of(self.prompt)
 
     @property
     def is_scoring(self) -> bool:
@@ -153,21 +126,21 @@ def decode_chat(body: bytes) -> tuple[Fields, ChatAsk]:
         if message.content is None and message.role != "assistant":
             where = f"messages[{index}].content"
             raise RequestError(f"{where} must be a text or a list of parts: got null", param=where)
-    _check(ask.max_completion_tokens, "max_completion_tokens", "an integer >= 1", 1, _INT64)
-    _check(ask.max_tokens, "max_tokens", "an integer >= 1", 1, _INT64)
-    _check(ask.top_logprobs, "top_logprobs", "an integer >= 0", 0, _INT64)
+    check(ask.max_completion_tokens, "max_completion_tokens", "an integer >= 1", lambda v: 1 <= v < INT64)
+    check(ask.max_tokens, "max_tokens", "an integer >= 1", lambda v: 1 <= v < INT64)
+    check(ask.top_logprobs, "top_logprobs", "an integer >= 0", lambda v: 0 <= v < INT64)
     return fields, ask
 
 
 def decode_text(body: bytes) -> tuple[Fields, TextAsk]:
     """Return a request of /completions as `decode_chat` does. Raises: RequestError: 400."""
     fields, ask = _decode(_TEXT, body)
-    if not ask.prompt:
-        raise RequestError("prompt must not be empty: expected a text or token ids", param="prompt")
+    if ask.prompts == [""]:
+        raise RequestError("prompt must not be empty: expected a text or token ids, got ''", param="prompt")
     if ask.echo and ask.max_tokens != 0:
         raise RequestError("echo must come with max_tokens: 0, for scoring: expected 0", param="echo")
-    _check(ask.max_tokens, "max_tokens", "an integer >= 0", 0, _INT64)
-    _check(ask.logprobs, "logprobs", "an integer >= 0", 0, _INT64)
+    check(ask.max_tokens, "max_tokens", "an integer >= 0", lambda v: 0 <= v < INT64)
+    check(ask.logprobs, "logprobs", "an integer >= 0", lambda v: 0 <= v < INT64)
     return fields, ask
 
 
@@ -184,21 +157,5 @@ def _decode(decoder: "msgspec.json.Decoder[AskT]", body: bytes) -> tuple[Fields,
     check_utf8(body)
     ask = decode_json(decoder, body)
     fields = decode_json(_FIELDS, body)
-    _check_sampling(ask)
+    check_sampling(ask)
     return fields, ask
-
-
-def _check_sampling(ask: _SamplingAsk) -> None:
-    _check(ask.temperature, "temperature", "a finite number >= 0", 0, math.inf)
-    _check(ask.top_p, "top_p", "a number in (0, 1]", 0, 1 + 1e-9)
-    _check(ask.top_k, "top_k", "an integer >= -1", -1, _INT64)
-    _check(ask.n, "n", f"an integer in [1, {MAX_CHOICES}]", 1, MAX_CHOICES + 1)
-    _check(ask.seed, "seed", "a 64 bit integer", -_INT64, _INT64)
-    if not all(ask.stops):
-        raise RequestError("stop must not hold an empty string: it would end every completion", param="stop")
-
-
-def _check(value: float | None, name: str, expected: str, least: float, below: float) -> None:
-    # NaN cannot come: JSON has none.
-    if value is not None and not least <= value < below:
-        raise RequestError(f"{name} must be {expected}: got {value}", param=name)

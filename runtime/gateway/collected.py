@@ -1,6 +1,6 @@
 """What a streamed reply adds up to: its chunks are read on their way to the agent, for the record."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -17,11 +17,10 @@ from turngate.runtime.wire import (
     TextLogprobs,
     WireFunction,
     WireToolCall,
-    chat_choice_completion,
     check_finished,
+    choice_completion,
     prompt_ids,
     spelled_ids,
-    text_choice_completion,
 )
 
 __all__ = ["Arrival", "CollectedChat", "CollectedText"]
@@ -54,7 +53,9 @@ class _Delta(msgspec.Struct):
     tool_calls: list[_CallDelta] | None = None
 
 
-class _Chunk(msgspec.Struct):
+class _Part(msgspec.Struct):
+    """What a chunk adds to one choice."""
+
     index: int = 0
     finish_reason: str | None = None
     token_ids: list[TokenId] | None = None
@@ -62,37 +63,39 @@ class _Chunk(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
-class _ChatChunk(_Chunk):
+class _ChatPart(_Part):
     delta: _Delta | None = None
     logprobs: ChatLogprobs | None = None
 
 
-class _TextChunk(_Chunk):
+class _TextPart(_Part):
     text: str | None = None
     logprobs: TextLogprobs | None = None
 
 
-class ChatChunk(msgspec.Struct):
+class _Chunk(msgspec.Struct):
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    error: msgspec.Raw | None = None
+
+
+class ChatChunk(_Chunk):
     """One event of a streamed chat completion; text and calls are kept for those who translate."""
 
-    choices: list[_ChatChunk] = []
-    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    choices: list[_ChatPart] = []
     usage: msgspec.Raw = msgspec.Raw()
-    error: msgspec.Raw | None = None
 
 
-class TextChunk(msgspec.Struct):
+class TextChunk(_Chunk):
     """One event of a streamed text completion."""
 
-    choices: list[_TextChunk] = []
-    prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    error: msgspec.Raw | None = None
+    choices: list[_TextPart] = []
 
 
 _decode_chat = msgspec.json.Decoder(ChatChunk).decode
 _decode_text = msgspec.json.Decoder(TextChunk).decode
 
 ChoiceT = TypeVar("ChoiceT", ChatChoice, TextChoice)
+ChunkT = TypeVar("ChunkT", ChatChunk, TextChunk)
 T = TypeVar("T")
 
 
@@ -110,22 +113,49 @@ class _Collected(Generic[ChoiceT]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._choices)} of {self._expected} choices>"
 
-    def _keep(self, choice: ChoiceT, chunk: _Chunk) -> None:
-        if choice.finish_reason is not None and chunk.token_ids:
+    def completions(self, arrival: Arrival) -> list[Completion]:
+        """Return the choices as the record has them. Raises MalformedReply: they are not whole, or contradictory."""
+        return [
+            choice_completion(choice, prompt, arrival.sent, arrival.received, arrival.newest)
+            for choice, prompt in self._finished()
+        ]
+
+    def _opened(self, decode: Callable[[bytes], ChunkT], data: bytes) -> ChunkT:
+        """Return the chunk that is in an event. Raises MalformedReply: none is, or an error."""
+        try:
+            chunk = decode(data)
+        except DECODE_ERRORS as error:
+            raise MalformedReply(
+                f"events of a stream must be chunks of a completion: {error}; one starts with {data[:80]!r}"
+            ) from error
+        if chunk.error is not None and bytes(chunk.error) != b"null":
+            raise MalformedReply(f"stream must come to its end: got the error {error_message(data)!r}")
+        self._keep_prompt(-1, chunk.prompt_token_ids)
+        return chunk
+
+    def _choice(self, index: int, empty: Callable[[], ChoiceT]) -> ChoiceT:
+        """Return the choice that a part belongs to, as far as it has come."""
+        choice = self._choices.get(_checked(index))
+        if choice is None:
+            choice = self._choices[index] = empty()
+        return choice
+
+    def _keep(self, choice: ChoiceT, part: _Part) -> None:
+        if choice.finish_reason is not None and part.token_ids:
             raise MalformedReply(f"a streamed choice must end once: got tokens after {choice.finish_reason!r}")
-        choice.finish_reason = chunk.finish_reason or choice.finish_reason
+        choice.finish_reason = part.finish_reason or choice.finish_reason
         check_finished(choice)  # before the agent takes an abort for the end of the turn
-        if chunk.token_ids is not None:
-            choice.token_ids = _extended(choice.token_ids, chunk.token_ids)
-        if chunk.policy_versions is not None:
-            choice.policy_versions = _extended(choice.policy_versions, chunk.policy_versions)
-        self._keep_prompt(chunk.index, chunk.prompt_token_ids)
+        if part.token_ids is not None:
+            choice.token_ids = _extended(choice.token_ids, part.token_ids)
+        if part.policy_versions is not None:
+            choice.policy_versions = _extended(choice.policy_versions, part.policy_versions)
+        self._keep_prompt(part.index, part.prompt_token_ids)
 
     def _keep_prompt(self, index: int, ids: msgspec.Raw) -> None:
         if (text := bytes(ids)) and text != b"null" and self._prompts.setdefault(index, text) != text:
             raise MalformedReply("a stream must be of one prompt: got other prompt_token_ids than before")
 
-    def finished(self) -> list[tuple[ChoiceT, Sequence[int]]]:
+    def _finished(self) -> list[tuple[ChoiceT, Sequence[int]]]:
         """Return the choices with their prompts. Raises MalformedReply: they are not whole, or more than asked for."""
         whole = [index for index, choice in self._choices.items() if choice.finish_reason is not None]
         if len(whole) != self._expected or len(self._choices) > self._expected:
@@ -142,16 +172,9 @@ class CollectedChat(_Collected[ChatChoice]):
 
     def add(self, data: bytes) -> ChatChunk:
         """Take in the data of an event and return it decoded. Raises MalformedReply: it is none, or an error."""
-        try:
-            chunk = _decode_chat(data)
-        except DECODE_ERRORS as error:
-            raise _no_chunk(data, error) from error
-        _check(chunk.error, data)
-        self._keep_prompt(-1, chunk.prompt_token_ids)
+        chunk = self._opened(_decode_chat, data)
         for part in chunk.choices:
-            choice = self._choices.get(_index(part.index))
-            if choice is None:
-                choice = self._choices[part.index] = ChatChoice(ReplyMessage())
+            choice = self._choice(part.index, lambda: ChatChoice(ReplyMessage()))
             self._keep(choice, part)
             if part.logprobs is not None and part.logprobs.content:
                 choice.logprobs = choice.logprobs or ChatLogprobs()
@@ -160,29 +183,15 @@ class CollectedChat(_Collected[ChatChoice]):
                 _keep_delta(choice.message, part.delta)
         return chunk
 
-    def completions(self, arrival: Arrival) -> list[Completion]:
-        """Return the choices as the record has them. Raises MalformedReply: they are not whole, or contradictory."""
-        return [
-            chat_choice_completion(choice, prompt, arrival.sent, arrival.received, arrival.newest)
-            for choice, prompt in self.finished()
-        ]
-
 
 class CollectedText(_Collected[TextChoice]):
     """Adds up a streamed text completion."""
 
     def add(self, data: bytes) -> TextChunk:
         """Take in the data of an event, as `CollectedChat.add` does."""
-        try:
-            chunk = _decode_text(data)
-        except DECODE_ERRORS as error:
-            raise _no_chunk(data, error) from error
-        _check(chunk.error, data)
-        self._keep_prompt(-1, chunk.prompt_token_ids)
+        chunk = self._opened(_decode_text, data)
         for part in chunk.choices:
-            choice = self._choices.get(_index(part.index))
-            if choice is None:
-                choice = self._choices[part.index] = TextChoice()
+            choice = self._choice(part.index, TextChoice)
             if not part.token_ids and part.logprobs is not None:
                 part.token_ids = spelled_ids(part.logprobs.tokens)
             self._keep(choice, part)
@@ -191,13 +200,6 @@ class CollectedText(_Collected[TextChoice]):
                 choice.logprobs = choice.logprobs or TextLogprobs()
                 choice.logprobs.token_logprobs = _extended(choice.logprobs.token_logprobs, part.logprobs.token_logprobs)
         return chunk
-
-    def completions(self, arrival: Arrival) -> list[Completion]:
-        """Return the choices as the record has them, as `CollectedChat.completions` does."""
-        return [
-            text_choice_completion(choice, prompt, arrival.sent, arrival.received, arrival.newest)
-            for choice, prompt in self.finished()
-        ]
 
 
 def _extended(known: list[T] | None, new: list[T]) -> list[T]:
@@ -215,7 +217,7 @@ def _keep_delta(message: ReplyMessage, delta: _Delta) -> None:
         calls = message.tool_calls
         if calls is None:
             calls = message.tool_calls = []
-        while len(calls) <= _index(part.index):
+        while len(calls) <= _checked(part.index):
             calls.append(WireToolCall(WireFunction("")))
         call = calls[part.index]
         call.id = part.id or call.id
@@ -224,16 +226,7 @@ def _keep_delta(message: ReplyMessage, delta: _Delta) -> None:
             call.function.arguments += part.function.arguments or ""
 
 
-def _index(index: int) -> int:
+def _checked(index: int) -> int:
     if not 0 <= index < _MAX_INDEX:
         raise MalformedReply(f"indices in a stream must be in [0, {_MAX_INDEX}): got {index}")
     return index
-
-
-def _check(error: msgspec.Raw | None, data: bytes) -> None:
-    if error is not None and bytes(error) != b"null":
-        raise MalformedReply(f"stream must come to its end: got the error {error_message(data)!r}")
-
-
-def _no_chunk(data: bytes, error: Exception) -> MalformedReply:
-    return MalformedReply(f"events of a stream must be chunks of a completion: {error}; one starts with {data[:80]!r}")

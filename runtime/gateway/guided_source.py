@@ -61,7 +61,7 @@ class GuidedSource:
         self._drawing, self._timeout_s = drawing, timeout_s
         self._is_text = isinstance(ask, TextAsk)
         self._fields, self._messages = fields, messages
-        self._prompts = _prompts(ask)
+        self._prompts: Sequence[str | list[int] | None] = ask.prompts if isinstance(ask, TextAsk) else (None,)
         self._tools = _tools_of(ask)
         self._chosen: list[_Reply] = []
 
@@ -162,14 +162,6 @@ def _decoded(body: bytes) -> dict[str, Any]:
     except DECODE_ERRORS as error:
         raise MalformedReply(f"reply must be JSON throughout: {error}") from error
     return found
-
-
-def _prompts(ask: ChatAsk | TextAsk) -> Sequence[object]:
-    """Return the prompts of a text completion, one by one; a list of ids is one. A chat has none."""
-    if isinstance(ask, ChatAsk):
-        return [None]
-    prompt = ask.prompt
-    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def _tools_of(ask: ChatAsk | TextAsk) -> tuple[ToolSpec, ...]:

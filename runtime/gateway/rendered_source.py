@@ -26,6 +26,7 @@ from turngate.runtime.gateway.upstream import arrival
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.openai_api.neutral import NEUTRAL, NEUTRAL_CHAT, refuse_unsupported
 from turngate.runtime.openai_api.refusals import RequestError, decode_json
+from turngate.runtime.openai_api.sampling_fields import OfferedFunction
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session import Session
 from turngate.runtime.token_conversation import TokenConversation
@@ -195,14 +196,8 @@ class _Heard:
 _CHUNK = msgspec.json.Decoder(ChatChunk)
 
 
-class _Function(msgspec.Struct, frozen=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, object] | None = None
-
-
 class _Tool(msgspec.Struct, frozen=True):
-    function: _Function
+    function: OfferedFunction
 
 
 def offered_tools(ask: ChatAsk) -> tuple[ToolSpec, ...]:
@@ -213,10 +208,9 @@ def offered_tools(ask: ChatAsk) -> tuple[ToolSpec, ...]:
         if tool.get("type", "function") != "function":
             raise RequestError(f"{where}.type must be 'function': got {tool['type']!r:.40}", param=f"{where}.type")
         try:
-            function = msgspec.convert(tool, _Tool).function
+            found.append(msgspec.convert(tool, _Tool).function.as_spec())
         except msgspec.ValidationError as error:
             raise RequestError(f"{where} must be a function: {error}", param=where) from None
-        found.append(ToolSpec(function.name, function.description or "", function.parameters or {}))
     return tuple(found)
 
 

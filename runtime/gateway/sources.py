@@ -5,7 +5,7 @@ Both give the bytes of an OpenAI-compatible reply, whole or in chunks, and the c
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -20,10 +20,9 @@ from turngate.runtime.wire import (
     ChatReply,
     TextReply,
     Usage,
-    chat_choice_completion,
+    choice_completion,
     decode_reply,
     prompt_ids,
-    text_choice_completion,
 )
 
 __all__ = ["Chunk", "ServerSource", "Source", "Whole"]
@@ -117,13 +116,10 @@ class ServerSource:
     def _completions_of(self, reply: ChatReply | TextReply) -> list[Completion]:
         sent, received, newest = msgspec.structs.astuple(arrival(self._endpoint, self._sent))
         shared = prompt_ids(reply.prompt_token_ids)
-        if not self._is_text:
-            choices = cast(ChatReply, reply).choices
-            return [chat_choice_completion(choice, shared, sent, received, newest) for choice in choices]
         return self._with_prompts(
             [
-                text_choice_completion(choice, prompt_ids(choice.prompt_token_ids) or shared, sent, received, newest)
-                for choice in cast(TextReply, reply).choices
+                choice_completion(choice, prompt_ids(choice.prompt_token_ids) or shared, sent, received, newest)
+                for choice in reply.choices
             ]
         )
 

@@ -74,29 +74,31 @@ class Works:
             raise RequestError("text completions need a server behind the gateway", status=404, code="not_found")
 
         steered = self._text_steered(guest.session, ask, steer)
+        guidance, timeout_s, prompts = steered.actions, self._timeout_s, ask.prompts
+        choices = (ask.n or 1) * len(prompts)
+        messages = tuple(Message("user", one) for one in prompts if isinstance(one, str)) or (Message("user", ""),)
 
         async def work(exchange: Exchange) -> None:
             drawing = drawing_for(fields, ask, guest.session, cap=self._cap)
             source: Source
-            messages = _text_messages(ask)
-            source = ServerSource(
-                endpoint,
-                "/completions",
-                lambda: text_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect),
-                choices=(ask.n or 1) * _prompts(ask),
-                timeout_s=self._timeout_s,
-                is_text=True,
-                prompt=_prompt_ids(ask),
-            )
-            if steered.actions is not None:
+            if guidance is not None:
                 source = GuidedSource(
-                    guest.session, endpoint, fields, ask, drawing, messages, steered.actions, timeout_s=self._timeout_s
+                    guest.session, endpoint, fields, ask, drawing, messages, guidance, timeout_s=timeout_s
+                )
+            else:
+                source = ServerSource(
+                    endpoint,
+                    "/completions",
+                    lambda: text_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect),
+                    choices=choices,
+                    timeout_s=timeout_s,
+                    is_text=True,
+                    prompt=prompts[0] if len(prompts) == 1 and isinstance(prompts[0], list) else (),
                 )
             turn = _Turn(guest.session, source, ask, drawing, messages, role, endpoint.secrets)
             await (turn.stream(exchange) if ask.stream else turn.answer(exchange))
 
-        choices = (ask.n or 1) * _prompts(ask)
-        return Work(work, choices * steered.actions.draws if steered.actions is not None else 1)
+        return Work(work, choices * guidance.draws if guidance is not None else 1)
 
     def responses(self, guest: Guest, body: bytes, role: str, steer: str = "") -> Work:
         """POST /v1/responses: a chat completion under the hood."""
@@ -122,8 +124,7 @@ class Works:
     def _text_steered(self, session: Session, ask: TextAsk, steer: str) -> Steered:
         """Return how a text completion is guided. Raises: RequestError: it cannot be."""
         steered = self.steering.of(session, ask.model, steer)
-        pinned = session.sampling is not None and session.sampling.guidance is not None
-        if (steered.tokens is not None or pinned) and not ask.is_scoring:
+        if _guides_tokens(session, steered) and not ask.is_scoring:
             raise RequestError("guidance of tokens must be asked for with chats: got a text completion", param="prompt")
         if ask.is_scoring and steered.is_asked:
             raise RequestError("echo has nothing to choose: expected the base model, without guidance", param="echo")
@@ -172,9 +173,8 @@ class Works:
     def _is_servers(self, session: Session, steered: Steered) -> bool:
         """Whether the reply is the server's own; else it is put together here, choice by choice."""
         # Guidance of tokens is asked for, and recorded, by the endpoint itself.
-        pinned = session.sampling is not None and session.sampling.guidance is not None
-        is_guided = pinned or steered.tokens is not None
-        return isinstance(self.endpoint, Endpoint) and token_mode_of(self.endpoint) != "tokens" and not is_guided
+        is_rendered = not isinstance(self.endpoint, Endpoint) or token_mode_of(self.endpoint) == "tokens"
+        return not is_rendered and not _guides_tokens(session, steered)
 
     def _requests(self, session: Session, steered: Steered, choices: int) -> int:
         """Return how many requests to the server a chat makes at once."""
@@ -188,6 +188,12 @@ class Works:
 
     def _model(self) -> str:
         return cast(str, getattr(self.endpoint, "model", "policy"))
+
+
+def _guides_tokens(session: Session, steered: Steered) -> bool:
+    """Whether the server is to guide tokens, as the request asks or the session pins."""
+    pinned = session.sampling.guidance if session.sampling is not None else None
+    return pinned is not None or steered.tokens is not None
 
 
 def secrets_of(endpoint: ChatEndpoint) -> Sequence[str]:
@@ -299,22 +305,3 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
         second()
 
     return call
-
-
-def _prompts(ask: TextAsk) -> int:
-    """Return the number of prompts: a list of ids is one."""
-    prompt = ask.prompt
-    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
-
-
-def _prompt_ids(ask: TextAsk) -> list[int]:
-    """Return the ids of a prompt that is one list of them; empty for texts and for several prompts."""
-    prompt = ask.prompt
-    ids = [] if isinstance(prompt, str) else [each for each in prompt if isinstance(each, int)]
-    return ids if len(ids) == len(prompt) else []
-
-
-def _text_messages(ask: TextAsk) -> tuple[Message, ...]:
-    """Return prompts as the record has them; ids are in its segments."""
-    prompts = [ask.prompt] if isinstance(ask.prompt, str) else ask.prompt
-    return tuple(Message("user", prompt) for prompt in prompts if isinstance(prompt, str)) or (Message("user", ""),)

@@ -9,7 +9,6 @@ from turngate.runtime.engine.protocol import (
     CompletionRequest,
     RequestError,
     decode_request,
-    token_id_prompts,
 )
 from turngate.runtime.types import Message
 
@@ -155,18 +154,3 @@ def test_messages_are_read_as_the_template_wants_them():
 def test_tools_are_read_as_the_template_wants_them():
     ask = chat(tools=[{"type": "function", "function": {"name": "buy", "parameters": {"type": "object"}}}])
     assert [tool.as_spec() for tool in ask.tools or ()] == [ToolSpec("buy", "", {"type": "object"})]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
-)
-def test_prompt_is_texts_or_ids(prompt, expected):
-    assert token_id_prompts(prompt) == expected
-
-
-@pytest.mark.parametrize("prompt", [[], ["a", 1], [1, [2]], ["a", [1]]])
-def test_prompt_of_mixed_kinds_is_refused(prompt):
-    with pytest.raises(RequestError) as caught:
-        token_id_prompts(prompt)
-    assert caught.value.param == "prompt"

@@ -90,7 +90,13 @@ def test_nesting_beyond_what_can_be_followed_is_a_bad_request(at):
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": "x", "echo": True}, "echo"), ({}, "prompt")],
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({}, "prompt"),
+    ],
 )
 def test_wrong_text_requests_are_named(fields, param):
     with pytest.raises(RequestError) as caught:
