@@ -52,6 +52,7 @@ class Player:
     ) -> None:
         """Hold the parts; arguments are as of `branch`. Raises: ConfigError: one is of another kind."""
         _check_runtime(runtime)
+        check_agent_run(env, branching=True)
         check_kind("ledger", ledger, BranchLedger)
         check_kind("slots", slots, Slots)
         self._runtime, self._env, self._bootstrap, self.gamma = runtime, env, bootstrap, gamma

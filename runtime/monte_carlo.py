@@ -71,7 +71,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate(returns: Sequence[float], *, truncated: int = 0) -> Estimate:
-    """Summarise the returns of independent continuations. Source: algorithm of every Monte Carlo mean.
+    """Summarise the returns of independent continuations.
 
     Raises: ValueError: a return is not finite: leave failed continuations out, and bootstrap truncated ones.
     """

@@ -6,7 +6,6 @@ one that goes on from nothing is rendered whole, and its record starts a new seg
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -159,7 +158,11 @@ class TokenConversation:
         # 3. Read what it says, and remember it as it was sampled.
         completion = self._read(completion, sampling, prefix, has_tools=bool(offered))
         answer = Message("assistant", completion.text, completion.tool_calls)
-        remember = partial(self._remember, place, offered, shown, answer, prompt, completion.token_ids)
+        ids = completion.token_ids
+
+        def remember() -> None:
+            self._branch_at(place, offered).add(shown, answer, prompt, ids)
+
         if later is None:
             remember()
         else:
@@ -188,17 +191,6 @@ class TokenConversation:
         self._branch_at(None, offered).add(shown, answer, whole, token_ids)
         self._asked = sum(message.role == "assistant" for message in chat.messages)  # calls must not share their ids
         return True
-
-    def _remember(
-        self,
-        place: _Place | None,
-        tools: tuple[ToolSpec, ...],
-        shown: list[Message],
-        answer: Message,
-        prompt: JsonIds,
-        token_ids: Sequence[int],
-    ) -> None:
-        self._branch_at(place, tools).add(shown, answer, prompt, token_ids)
 
     def _longest(self, messages: list[Message], tools: tuple[ToolSpec, ...]) -> _Place | None:
         """Return the longest chat that `messages` go on from; tools on offer are part of what the model saw."""

@@ -1,6 +1,6 @@
 """For tests of agents, endpoints and runtimes: virtual time, fakes, a hostile server, cancellation at every await."""
 
-from turngate.runtime.testing.cancellation import Outcome, cancel_everywhere
+from turngate.runtime.testing.cancellation import Outcome, cancel_at_every_tick, cancel_everywhere
 from turngate.runtime.testing.endpoints import FakeEndpoint, FakeTransport, render_ids
 from turngate.runtime.testing.fake_server import FakeServer, Traits
 from turngate.runtime.testing.hostile import HostileServer
@@ -16,6 +16,7 @@ __all__ = [
     "Outcome",
     "Traits",
     "VirtualTimeLoop",
+    "cancel_at_every_tick",
     "cancel_everywhere",
     "render_ids",
     "run_virtual",

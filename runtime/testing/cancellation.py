@@ -6,9 +6,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from turngate.runtime.testing.virtual_time import VirtualTimeLoop
+from turngate.runtime.testing.virtual_time import VirtualTimeLoop, run_virtual
 
-__all__ = ["Outcome", "cancel_everywhere"]
+__all__ = ["Outcome", "cancel_at_every_tick", "cancel_everywhere"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,31 @@ def cancel_everywhere(make: Callable[[], Coroutine[Any, Any, Any]], check: Calla
             check(outcome)
             cancelled = cancelled or outcome.cancelled
     return point - 1
+
+
+def cancel_at_every_tick(make: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[int], None]) -> int:
+    """Run `make()` anew for every turn of its event loop, cancelled then wherever its tasks are; return how many.
+
+    For coroutines whose work is done by tasks of theirs, whose waits `cancel_everywhere` does not see. `check` is told
+    the turn after each cancelled run. Raises AssertionError when a task outlives a run.
+    """
+    ticks = 1  # before the first the coroutine has not begun
+    while not run_virtual(_is_done_by(make, ticks)):
+        check(ticks)
+        ticks += 1
+    return ticks
+
+
+async def _is_done_by(make: Callable[[], Coroutine[Any, Any, Any]], ticks: int) -> bool:
+    task = asyncio.ensure_future(make())
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    is_done = task.done()
+    task.cancel()
+    await asyncio.wait({task})
+    if leaked := asyncio.all_tasks() - {asyncio.current_task()}:
+        raise AssertionError(f"tasks must end with the coroutine: {leaked} outlive one cancelled at tick {ticks}")
+    return is_done
 
 
 def _run_cancelled(make: Callable[[], Coroutine[Any, Any, Any]], point: int, late: bool) -> Outcome:

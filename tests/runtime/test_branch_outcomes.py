@@ -1,6 +1,5 @@
 """Several outcomes of an action, several continuations of each."""
 
-import asyncio
 import math
 from random import Random
 
@@ -15,7 +14,7 @@ from turngate.runtime.branching import branch
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.monte_carlo import two_level_variance
 from turngate.runtime.slots import Slots
-from turngate.runtime.testing import FakeEndpoint, run_virtual
+from turngate.runtime.testing import FakeEndpoint, cancel_at_every_tick, run_virtual
 
 TASK = Task("coin")
 
@@ -155,31 +154,27 @@ def test_the_same_seed_branches_the_same_way_and_another_one_differently():
 
 
 def test_cancelled_at_every_moment_nothing_is_left():
-    async def play(ticks):
-        made, ledger = [], BranchLedger()
+    state = {}
+
+    async def play():
+        state["made"] = made = []
+        state["ledger"] = ledger = BranchLedger()
 
         def env():
             made.append(Weather())
             return made[-1]
 
-        runtime = Runtime(FakeEndpoint(lambda messages: "heads"), limits=Limits(max_turns=20), max_concurrent=2)
+        endpoint = FakeEndpoint(lambda messages: "heads")
+        state["runtime"] = runtime = Runtime(endpoint, limits=Limits(max_turns=20), max_concurrent=2)
         trajectory = await runtime.rollout(env, TASK, seed=3, keep_snapshots=True)
-        options = {"turns": [0], "outcomes": 2, "continuations": 2, "ledger": ledger}
-        task = asyncio.ensure_future(branch_outcomes(runtime, env, trajectory, **options))
-        for _ in range(ticks):
-            await asyncio.sleep(0)
-        is_done = task.done()
-        task.cancel()
-        await asyncio.wait({task})
-        assert [other for other in asyncio.all_tasks() if other is not asyncio.current_task()] == []
-        assert (runtime.slots.held, runtime.slots.waiting, ledger.snapshot_bytes) == (0, 0, 0), ticks
-        assert all(one.closed == 1 for one in made), ticks
-        return is_done
+        await branch_outcomes(runtime, env, trajectory, turns=[0], outcomes=2, continuations=2, ledger=ledger)
 
-    ticks = 1
-    while not run_virtual(play(ticks)):
-        ticks += 1
-    assert ticks > 12
+    def check(tick):
+        slots = state["runtime"].slots
+        assert (slots.held, slots.waiting, state["ledger"].snapshot_bytes) == (0, 0, 0), tick
+        assert all(one.closed == 1 for one in state["made"]), tick
+
+    assert cancel_at_every_tick(play, check) > 12
 
 
 def test_tokens_before_the_action_count_in_all_its_continuations():

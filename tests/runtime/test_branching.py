@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
-from turngate.envs.fakes import CoinFlipEnv, EchoEnv
+from turngate.envs.fakes import CoinFlipEnv
 from turngate.runtime import Limits, Runtime
 from turngate.runtime.allocation import SequentialStop
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits, branching_cost
@@ -19,7 +19,7 @@ from turngate.runtime.branching import branch, branch_point, play_on, turn_surpr
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.monte_carlo_q import MonteCarloQ
-from turngate.runtime.testing import FakeEndpoint, run_virtual
+from turngate.runtime.testing import FakeEndpoint, cancel_at_every_tick, run_virtual
 
 TASK = Task("coin")
 
@@ -37,9 +37,6 @@ class SureCoinEnv(CoinFlipEnv):
 
 class WrittenEnv(CoinFlipEnv):
     """What the first action was decides, and is part of the state."""
-
-    async def reset(self, task, seed):
-        return await super().reset(task, seed)
 
     async def step(self, action):
         self.flipped.append(action.text)
@@ -67,27 +64,6 @@ async def record(runtime, env, seed=3):
     trajectory = await runtime.rollout(env, TASK, seed=seed, keep_snapshots=True)
     assert not trajectory.end.is_failure, trajectory.error
     return trajectory
-
-
-def cancel_at_every_tick(make, check):
-    """Run `make()` anew for every turn of the event loop, cancelled there wherever its tasks are; return how many."""
-
-    async def run(ticks):
-        task = asyncio.ensure_future(make())
-        for _ in range(ticks):
-            await asyncio.sleep(0)
-        is_done = task.done()
-        task.cancel()
-        await asyncio.wait({task})
-        left = [other for other in asyncio.all_tasks() if other is not asyncio.current_task()]
-        assert not left, left
-        return is_done
-
-    ticks = 1  # before the first the coroutine has not begun
-    while not run_virtual(run(ticks)):
-        check(ticks)
-        ticks += 1
-    return ticks
 
 
 def explore(env, endpoint, *, settings=None, **options):
@@ -173,13 +149,6 @@ def test_continuations_start_behind_the_recorded_history():
             assert trajectory.restarted_from.reason == "branch"
 
 
-def test_vine_advantages_need_only_values():
-    found = explore(lambda: SureCoinEnv(3), says("heads"), continuations=2, estimands=["V"])
-    assert found.vine_advantages() == pytest.approx([t.reward for t in found.trajectory.turns[:-1]] + [0.0], abs=2.0)
-    assert len(found.vine_advantages()) == 3
-    assert found.vine_advantages()[-1] == 0.0
-
-
 def test_b5_5_truncated_continuations_are_reported_or_bootstrapped_never_failures():
     settings = {"limits": Limits(max_turns=2)}
     found = explore(lambda: CoinFlipEnv(9), says("heads"), settings=settings, turns=[0], continuations=4)
@@ -199,9 +168,6 @@ def test_tokens_before_a_branch_count_towards_the_episodes_limit():
     settings = {"limits": Limits(max_turns=20, max_policy_tokens=24)}  # four times "heads" and its end
     found = explore(lambda: CoinFlipEnv(9), says("heads"), settings=settings, estimands=["V"], continuations=2)
     assert [len(b.trajectories[0].turns) for b in found.v.values()] == [4, 3, 2, 1]
-    _, q, _ = guided(lambda: CoinFlipEnv(9), ["tails"], limits=settings["limits"], continuations=1)
-    # The candidate is played, and counts as it would have; then what is left of 24 tokens: 3, 2, 1 and no turns.
-    assert (q.ledger.rollouts, q.ledger.model_turns) == (4, 6)
 
 
 def test_a_recorded_action_counts_the_tokens_that_it_was_sampled_with():
@@ -367,106 +333,6 @@ def test_surprisal_points_at_the_turns_where_the_policy_hesitated():
     assert turn_surprisal(trajectory) == pytest.approx(expected)
 
 
-# Values of live decisions.
-
-
-def guided(env, drawn, *, limits=None, **settings):
-    """Play an episode whose first decision is among `drawn`; the policy says heads otherwise."""
-
-    async def play():
-        answers = iter(drawn)
-
-        def answer(messages):
-            is_first = not any(message.role == "assistant" for message in messages)
-            return next(answers, "heads") if is_first else "heads"
-
-        runtime = runtime_of(FakeEndpoint(answer), **({} if limits is None else {"limits": limits}))
-        q = MonteCarloQ(runtime, env, **settings)
-        guidance = Guidance(q, beta=50.0, draws=len(drawn))
-        trajectory = await runtime.rollout(env, TASK, seed=1, guidance=guidance)
-        return trajectory, q, runtime
-
-    return run_virtual(play())
-
-
-def test_monte_carlo_values_choose_the_action_that_leads_to_success():
-    trajectory, q, runtime = guided(lambda: WrittenEnv(3), ["tails", "heads", "tails", "tails"], continuations=2)
-    first = trajectory.turns[0].decision
-    assert [c.q for c in first.candidates] == [0.0, 1.0, 0.0, 0.0]
-    assert trajectory.end is End.success
-    assert runtime.slots.held == 0
-    # Two different first actions, then one at each of the two decisions that follow: two continuations each.
-    assert q.ledger.rollouts == 8
-
-
-def test_equal_candidates_share_their_continuations():
-    _, q, _ = guided(lambda: WrittenEnv(1), ["heads"] * 6, continuations=3)
-    assert q.ledger.rollouts == 3
-
-
-def test_a_spent_ledger_leaves_the_base_action():
-    trajectory, _, _ = guided(
-        lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=BranchLedger(BranchLimits(rollouts=1))
-    )
-    assert trajectory.turns[0].text == "tails"
-    why = trajectory.turns[0].decision.fallback
-    assert "every candidate must have a continuation" in why
-    assert "; the ledger's cap on rollouts is met" in why
-
-
-def test_soft_values_are_the_log_mean_exp():
-    trajectory, _, _ = guided(lambda: CoinFlipEnv(1), ["heads", "tails"], continuations=8, soft_beta=5.0)
-    plain, _, _ = guided(lambda: CoinFlipEnv(1), ["heads", "tails"], continuations=8)
-    for soft, mean in zip(trajectory.turns[0].decision.candidates, plain.turns[0].decision.candidates, strict=True):
-        expected = math.log(1 + (mean.q or 0.0) * (math.exp(5) - 1)) / 5
-        assert soft.q == pytest.approx(expected)
-
-
-def test_b5_5_live_values_of_truncated_continuations_are_reported_or_bootstrapped():
-    limits = Limits(max_turns=2)
-    plain, q, _ = guided(lambda: WrittenEnv(3), ["tails", "heads"], limits=limits, continuations=2)
-    assert [c.q for c in plain.turns[0].decision.candidates] == [0.0, 0.0]
-    assert q.truncated_fraction == 1.0
-    assert "100% cut short" in repr(q)
-
-    async def worth(trajectory):
-        return float(trajectory.turns[0].text == "heads")
-
-    valued, _, _ = guided(lambda: WrittenEnv(3), ["tails", "heads"], limits=limits, continuations=2, bootstrap=worth)
-    assert [c.q for c in valued.turns[0].decision.candidates] == [0.0, 1.0]
-
-
-def test_a_live_decision_holds_one_snapshot_within_the_cap():
-    ledger = BranchLedger()
-    guided(lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=ledger)
-    assert ledger.snapshot_bytes == 0 < ledger.most_snapshot_bytes
-    capped = BranchLedger(BranchLimits(snapshot_bytes=1))
-    trajectory, _, _ = guided(lambda: WrittenEnv(2), ["tails", "heads"], continuations=2, ledger=capped)
-    assert (trajectory.turns[0].text, capped.rollouts) == ("tails", 0)
-    assert "room for a decision's snapshot" in trajectory.turns[0].decision.fallback
-
-
-def test_a_state_that_is_kept_for_the_record_is_not_saved_again_for_the_values():
-    saved = []
-
-    class Counts(WrittenEnv):
-        async def snapshot(self):
-            saved.append(len(self.flipped))
-            return await super().snapshot()
-
-    async def play(keep):
-        saved.clear()
-        runtime = runtime_of(says("heads"))
-        q = MonteCarloQ(runtime, lambda: WrittenEnv(3), continuations=1)
-        guidance = Guidance(q, beta=1.0, draws=2)
-        trajectory = await runtime.rollout(lambda: Counts(3), TASK, guidance=guidance, keep_snapshots=keep)
-        return list(saved), trajectory
-
-    (kept, recorded), (_, plain) = run_virtual(play(True)), run_virtual(play(False))
-    assert kept == saved == [0, 1, 2]
-    assert [turn.decision.candidates for turn in recorded.turns] == [turn.decision.candidates for turn in plain.turns]
-
-
 def test_turns_and_estimands_named_twice_count_once_and_unknown_ones_are_refused():
     ledger = BranchLedger()
     found = explore(
@@ -504,39 +370,6 @@ def test_continuations_that_a_stray_cancellation_ended_have_failed_and_no_other_
     for branches in found.v.values():
         assert branches.failed > 0 == branches.refused
         assert branches.failed + branches.estimate.count == 10
-
-
-@pytest.mark.parametrize("bad", [{"continuations": 0}, {"soft_beta": 0.0}, {"soft_beta": math.inf}])
-def test_settings_of_live_values_that_cannot_work_are_refused(bad):
-    with pytest.raises(ConfigError, match=next(iter(bad))):
-        MonteCarloQ(runtime_of(says("heads")), lambda: CoinFlipEnv(1), **bad)
-
-
-def test_without_an_environment_there_is_nothing_to_branch_from():
-    trajectory, _, _ = guided(lambda: EchoEnv(1), ["a", "b"])
-    assert "need an environment with snapshots" in trajectory.turns[0].decision.fallback
-
-
-def test_cancelling_a_decision_cancels_its_branches():
-    state: dict[str, Any] = {}
-
-    async def play():
-        state["made"] = made = []
-
-        def env():
-            made.append(CoinFlipEnv(2))
-            return made[-1]
-
-        runtime = runtime_of(says("heads"))
-        state["q"] = q = MonteCarloQ(runtime, env, continuations=2, max_concurrent=3)
-        await runtime.rollout(env, TASK, guidance=Guidance(q, beta=1.0, draws=2))
-
-    def check(tick):
-        q = state["q"]
-        assert (q._player.slots.held, q._player.slots.waiting, q.ledger.snapshot_bytes) == (0, 0, 0), tick
-        assert all(env.closed == 1 for env in state["made"]), tick
-
-    assert cancel_at_every_tick(play, check) > 20
 
 
 class Unkind(CoinFlipEnv):

@@ -8,11 +8,10 @@ import pytest
 
 from turngate.envs.base import Action, End, Observation, Step, Task
 from turngate.envs.fakes import CoinFlipEnv, EchoEnv
-from turngate.runtime import Agent, Limits, Runtime, Session
+from turngate.runtime import Limits, Runtime
 from turngate.runtime.allocation import SequentialStop
 from turngate.runtime.branch_budget import BranchLedger, BranchLimits
 from turngate.runtime.branching import Branches, branch, branch_point, play_on, return_of, turn_surprisal
-from turngate.runtime.errors import ConfigError
 from turngate.runtime.events import RolloutFinished
 from turngate.runtime.monte_carlo import Estimate
 from turngate.runtime.slots import Slots
@@ -193,19 +192,6 @@ def test_continuations_are_told_in_their_order_whichever_ends_first() -> None:
         return run_virtual(play())
 
     assert seeds(3.0, 2.0, 1.0) == seeds(1.0, 2.0, 3.0)
-
-
-def test_an_agent_with_a_loop_of_its_own_cannot_be_branched() -> None:
-    async def solve(session: Session, task: Task) -> float:
-        return 0.0
-
-    async def play() -> None:
-        runtime = runtime_of()
-        trajectory = await runtime.rollout(lambda: PaidEnv(1), TASK, seed=3, keep_snapshots=True)
-        with pytest.raises(ConfigError, match="must go with an environment"):
-            await branch(runtime, Agent(solve), trajectory, continuations=1)
-
-    run_virtual(play())
 
 
 def test_whoever_listens_hears_of_branches_too() -> None:

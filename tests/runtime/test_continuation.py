@@ -141,10 +141,18 @@ def test_an_agent_with_a_loop_of_its_own_is_refused():
         return 0.0
 
     async def play():
-        runtime = runtime_of()
-        point = await start(runtime)
+        runtime, agent = runtime_of(), Agent(solve)
+        trajectory = await runtime.rollout(coins, TASK, seed=3, keep_snapshots=True)
         with pytest.raises(ConfigError, match="restarts must go with an environment"):
-            await play_on(runtime, Agent(solve), point, Action("heads"), seed=1)
+            await play_on(runtime, agent, branch_point(trajectory, 0), Action("heads"), seed=1)
+        with pytest.raises(ConfigError, match="branching must go with an environment"):
+            await branch(runtime, agent, trajectory)
+        with pytest.raises(ConfigError, match="branching must go with an environment"):
+            await branch_outcomes(runtime, agent, trajectory, outcomes=1, continuations=2)
+        with pytest.raises(ConfigError, match="branching must go with an environment"):
+            MonteCarloQ(runtime, agent)
+        with pytest.raises(ConfigError, match="environment must be a class"):
+            await branch(runtime, coins(), trajectory)
 
     run_virtual(play())
 

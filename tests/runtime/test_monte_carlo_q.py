@@ -1,27 +1,48 @@
 """Values of live decisions by trying the candidates: which are one action, what counts, and what they go on from."""
 
 import itertools
+import math
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 
 from turngate.envs.base import Action, End, Observation, Snapshot, Step, Task, ToolCall
-from turngate.envs.fakes import CoinFlipEnv
+from turngate.envs.fakes import CoinFlipEnv, EchoEnv
 from turngate.runtime import Limits, Runtime
+from turngate.runtime.branch_budget import BranchLedger, BranchLimits
 from turngate.runtime.context import History
 from turngate.runtime.dialect import Dialect
 from turngate.runtime.endpoint import Endpoint
+from turngate.runtime.errors import ConfigError
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.monte_carlo_q import MonteCarloQ
 from turngate.runtime.recorded_chat import chat_with
-from turngate.runtime.testing import FakeEndpoint, FakeTransport, run_virtual
+from turngate.runtime.testing import FakeEndpoint, FakeTransport, cancel_at_every_tick, run_virtual
 from turngate.runtime.testing.endpoints import END_ID
 from turngate.runtime.testing.renderers import PAIR, FakeRenderer
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Completion, Message, Trajectory
 
 TASK = Task("till")
+LIMITS = Limits(max_turns=20)
+
+
+def says_heads(messages: Sequence[Message]) -> str:
+    return "heads"
+
+
+class Written(CoinFlipEnv):
+    """What the first action was decides, and is part of the state."""
+
+    async def step(self, action: Action) -> Step:
+        self.flipped.append(action.text)
+        if len(self.flipped) < self.flips:
+            return Step(Observation("noted"))
+        right = self.flipped[0] == "heads"
+        return Step(Observation("done"), {"outcome": float(right)}, End.success if right else End.failure)
 
 
 class Till(CoinFlipEnv):
@@ -58,7 +79,7 @@ def play(env: Any, *, draws: int, latency_s: float = 0.0, **settings: Any) -> tu
 
     async def episode() -> tuple[Trajectory, MonteCarloQ, Any]:
         endpoint = FakeEndpoint(answer, latency_s=latency_s, policy_version=3)
-        runtime = Runtime(endpoint, limits=Limits(max_turns=20))
+        runtime = Runtime(endpoint, limits=LIMITS)
         q = MonteCarloQ(runtime, env, **settings)
         guidance = Guidance(q, beta=50.0, draws=draws, timeout_s=300.0)
         return await runtime.rollout(env, TASK, seed=1, guidance=guidance), q, endpoint
@@ -95,7 +116,7 @@ def test_continuations_go_on_from_the_whole_history_and_not_from_what_the_model_
 
     async def episode() -> list[tuple[int, int]]:
         endpoint = FakeEndpoint(lambda messages: "go")
-        runtime = Runtime(endpoint, limits=Limits(max_turns=20), context=without_first_answer)
+        runtime = Runtime(endpoint, limits=LIMITS, context=without_first_answer)
         q = MonteCarloQ(runtime, lambda: Till(4), continuations=2)
         await runtime.rollout(lambda: Till(4), TASK, seed=1, guidance=Guidance(q, beta=1.0, draws=2))
         roles = [[message.role for message in call.messages] for call in endpoint.calls]
@@ -120,7 +141,7 @@ def test_continuations_go_on_from_the_ids_of_the_candidate_and_not_from_its_text
     async def episode() -> Trajectory:
         dialect, transport = Dialect(token_mode="tokens"), FakeTransport(serve)
         endpoint = Endpoint("http://x/v1", model="m", dialect=dialect, renderer=FakeRenderer(), transport=transport)
-        runtime = Runtime(endpoint, limits=Limits(max_turns=20))
+        runtime = Runtime(endpoint, limits=LIMITS)
         q = MonteCarloQ(runtime, lambda: Till(3), continuations=2)
         return await runtime.rollout(lambda: Till(3), TASK, seed=1, guidance=Guidance(q, beta=1.0, draws=2))
 
@@ -138,3 +159,138 @@ def test_what_has_no_ids_is_no_chat_to_go_on_from() -> None:
     found = chat_with(shown, Completion("x", [1], [-1.0], [0], [5, 6]))
     assert found is not None
     assert (found.prompt_ids(), found.answer_ids(), list(found.head())) == ([5, 6], [1], shown)
+
+
+def guided(
+    env: Any, drawn: Sequence[str], *, limits: Limits = LIMITS, **settings: Any
+) -> tuple[Trajectory, MonteCarloQ, Runtime]:
+    """Play an episode whose first decision is among `drawn`; the policy says heads otherwise."""
+
+    async def episode() -> tuple[Trajectory, MonteCarloQ, Runtime]:
+        answers = iter(drawn)
+
+        def answer(messages: Sequence[Message]) -> str:
+            is_first = not any(message.role == "assistant" for message in messages)
+            return next(answers, "heads") if is_first else "heads"
+
+        runtime = Runtime(FakeEndpoint(answer), limits=limits)
+        q = MonteCarloQ(runtime, env, **settings)
+        guidance = Guidance(q, beta=50.0, draws=len(drawn))
+        trajectory = await runtime.rollout(env, TASK, seed=1, guidance=guidance)
+        return trajectory, q, runtime
+
+    return run_virtual(episode())
+
+
+def test_monte_carlo_values_choose_the_action_that_leads_to_success() -> None:
+    trajectory, q, runtime = guided(lambda: Written(3), ["tails", "heads", "tails", "tails"], continuations=2)
+    first = trajectory.turns[0].decision
+    assert [c.q for c in first.candidates] == [0.0, 1.0, 0.0, 0.0]
+    assert trajectory.end is End.success
+    assert runtime.slots.held == 0
+    # Two different first actions, then one at each of the two decisions that follow: two continuations each.
+    assert q.ledger.rollouts == 8
+
+
+def test_a_spent_ledger_leaves_the_base_action() -> None:
+    trajectory, _, _ = guided(
+        lambda: Written(2), ["tails", "heads"], continuations=2, ledger=BranchLedger(BranchLimits(rollouts=1))
+    )
+    assert trajectory.turns[0].text == "tails"
+    why = trajectory.turns[0].decision.fallback
+    assert "every candidate must have a continuation" in why
+    assert "; the ledger's cap on rollouts is met" in why
+
+
+def test_soft_values_are_the_log_mean_exp() -> None:
+    trajectory, _, _ = guided(lambda: CoinFlipEnv(1), ["heads", "tails"], continuations=8, soft_beta=5.0)
+    plain, _, _ = guided(lambda: CoinFlipEnv(1), ["heads", "tails"], continuations=8)
+    for soft, mean in zip(trajectory.turns[0].decision.candidates, plain.turns[0].decision.candidates, strict=True):
+        expected = math.log(1 + (mean.q or 0.0) * (math.exp(5) - 1)) / 5
+        assert soft.q == pytest.approx(expected)
+
+
+def test_b5_5_live_values_of_truncated_continuations_are_reported_or_bootstrapped() -> None:
+    limits = Limits(max_turns=2)
+    plain, q, _ = guided(lambda: Written(3), ["tails", "heads"], limits=limits, continuations=2)
+    assert [c.q for c in plain.turns[0].decision.candidates] == [0.0, 0.0]
+    assert q.truncated_fraction == 1.0
+    assert "100% cut short" in repr(q)
+
+    async def worth(trajectory: Trajectory) -> float:
+        return float(trajectory.turns[0].text == "heads")
+
+    valued, _, _ = guided(lambda: Written(3), ["tails", "heads"], limits=limits, continuations=2, bootstrap=worth)
+    assert [c.q for c in valued.turns[0].decision.candidates] == [0.0, 1.0]
+
+
+def test_a_live_decision_holds_one_snapshot_within_the_cap() -> None:
+    ledger = BranchLedger()
+    guided(lambda: Written(2), ["tails", "heads"], continuations=2, ledger=ledger)
+    assert ledger.snapshot_bytes == 0 < ledger.most_snapshot_bytes
+    capped = BranchLedger(BranchLimits(snapshot_bytes=1))
+    trajectory, _, _ = guided(lambda: Written(2), ["tails", "heads"], continuations=2, ledger=capped)
+    assert (trajectory.turns[0].text, capped.rollouts) == ("tails", 0)
+    assert "room for a decision's snapshot" in trajectory.turns[0].decision.fallback
+
+
+def test_a_state_that_is_kept_for_the_record_is_not_saved_again_for_the_values() -> None:
+    saved: list[int] = []
+
+    class Counts(Written):
+        async def snapshot(self) -> Snapshot:
+            saved.append(len(self.flipped))
+            return await super().snapshot()
+
+    async def play(keep: bool) -> tuple[list[int], Trajectory]:
+        saved.clear()
+        runtime = Runtime(FakeEndpoint(says_heads), limits=LIMITS)
+        q = MonteCarloQ(runtime, lambda: Written(3), continuations=1)
+        guidance = Guidance(q, beta=1.0, draws=2)
+        trajectory = await runtime.rollout(lambda: Counts(3), TASK, guidance=guidance, keep_snapshots=keep)
+        return list(saved), trajectory
+
+    (kept, recorded), (_, plain) = run_virtual(play(True)), run_virtual(play(False))
+    assert kept == saved == [0, 1, 2]
+    assert [turn.decision.candidates for turn in recorded.turns] == [turn.decision.candidates for turn in plain.turns]
+
+
+@pytest.mark.parametrize("bad", [{"continuations": 0}, {"soft_beta": 0.0}, {"soft_beta": math.inf}])
+def test_settings_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        MonteCarloQ(Runtime(FakeEndpoint(says_heads), limits=LIMITS), lambda: CoinFlipEnv(1), **bad)
+
+
+def test_without_an_environment_there_is_nothing_to_branch_from() -> None:
+    trajectory, _, _ = guided(lambda: EchoEnv(1), ["a", "b"])
+    assert "need an environment with snapshots" in trajectory.turns[0].decision.fallback
+
+
+def test_cancelling_a_decision_cancels_its_branches() -> None:
+    state: dict[str, Any] = {}
+
+    async def play() -> None:
+        made: list[CoinFlipEnv] = []
+        state["made"] = made
+
+        def env() -> CoinFlipEnv:
+            made.append(CoinFlipEnv(2))
+            return made[-1]
+
+        runtime = Runtime(FakeEndpoint(says_heads), limits=LIMITS)
+        state["q"] = q = MonteCarloQ(runtime, env, continuations=2, max_concurrent=3)
+        await runtime.rollout(env, TASK, guidance=Guidance(q, beta=1.0, draws=2))
+
+    def check(tick: int) -> None:
+        q = state["q"]
+        assert (q._player.slots.held, q._player.slots.waiting, q.ledger.snapshot_bytes) == (0, 0, 0), tick
+        assert all(env.closed == 1 for env in state["made"]), tick
+
+    assert cancel_at_every_tick(play, check) > 20
+
+
+def test_tokens_of_the_episode_and_of_the_candidate_count_towards_its_limit() -> None:
+    limits = Limits(max_turns=20, max_policy_tokens=24)  # four times "heads" and its end
+    _, q, _ = guided(lambda: CoinFlipEnv(9), ["tails"], limits=limits, continuations=1)
+    # The candidate is played, and counts as it would have; then what is left of 24 tokens: 3, 2, 1 and no turns.
+    assert (q.ledger.rollouts, q.ledger.model_turns) == (4, 6)
