@@ -25,6 +25,7 @@ from turngate.runtime.engine.packing import pack
 from turngate.runtime.engine.protocol import ChatMessage
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.errors import ConfigError, LearnerError
+from turngate.runtime.seeds import require_seed
 from turngate.runtime.types import Message
 
 __all__ = ["Chat", "ChatScore", "CloningConfig", "CloningProgress", "Demonstrations", "clone", "score_chats"]
@@ -106,9 +107,10 @@ def clone(
     configuration to start from random weights, or a model folder to go on from; by default the smallest policy.
     tools: on offer in every demonstration. gate: looks at the model every `gate_every` steps, with the number of steps
     done, and stops the training by returning True. Equal arguments give equal weights on the same machine.
-    Raises: ConfigError: a message is not one; the error has its place, as in `demonstrations[3][0]`. LearnerError: the
-    loss is not finite, or a demonstration has no assistant message.
+    Raises: ConfigError: the seed is not one, or a message; the error has its place, as in `demonstrations[3][0]`.
+    LearnerError: the loss is not finite, or a demonstration has no assistant message.
     """
+    require_seed(seed, "clone")
     folder, model = Path(folder), Path(model) if isinstance(model, str) else model
     if not callable(demonstrations):
         demonstrations = [_messages(chat, f"demonstrations[{i}]") for i, chat in enumerate(demonstrations)]

@@ -21,6 +21,7 @@ from turngate.runtime.engine.weight_file import max_file_bytes, read_weights
 from turngate.runtime.errors import ConfigError, LearnerError, PublishError
 from turngate.runtime.files import write_atomically
 from turngate.runtime.publishers.folders import LORA_KEY
+from turngate.runtime.seeds import require_seed
 
 __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "LORA_KEY", "LoRA", "adapter_tensors", "attach", "without_adapters"]
 
@@ -57,6 +58,7 @@ class LoRA:
             )
         if not self.targets:
             raise ConfigError("targets must name at least one layer: got none; leave it out for all of them")
+        require_seed(self.seed, "LoRA")
 
 
 def attach(lm: Any, lora: LoRA, base: Path) -> Any:

@@ -44,6 +44,7 @@ from turngate.learners.turns import recorded_rewards
 from turngate.runtime.engine.model import Scores
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.guidance import Guidance
+from turngate.runtime.seeds import require_seed
 from turngate.runtime.types import Batch, Sampling, TokenGuidance, Trajectory, UpdateReport
 
 __all__ = ["Credit", "Keep", "Parity", "PolicyLearner", "Scored"]
@@ -134,6 +135,7 @@ class PolicyLearner(ABC):
             raise ConfigError("length_constant must be set for seq_mean_token_sum_norm: got None; use the token limit")
         if self.parity not in ("error", "report"):
             raise ConfigError(f"parity must be error or report: got {self.parity!r}")
+        require_seed(self.seed, name_of)
         check_temperature(self.sampling.temperature)
         if not self.allow_truncated_sampling:
             require_whole_vocabulary(self.sampling)

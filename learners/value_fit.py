@@ -33,7 +33,7 @@ from turngate.runtime.branching import Branches
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
-from turngate.runtime.seeds import derive_seed
+from turngate.runtime.seeds import derive_seed, require_seed
 from turngate.runtime.types import Trajectory
 
 __all__ = ["ValueFitConfig", "ValueFitProgress", "ValueFitReport", "fit_critic"]
@@ -81,6 +81,7 @@ class ValueFitConfig:
             raise ConfigError(f"held_out must be above 0 and below 1: got {self.held_out} (ValueFitConfig)")
         if not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive: got {self.max_grad_norm} (ValueFitConfig)")
+        require_seed(self.seed, "ValueFitConfig")
 
 
 class ValueFitProgress(msgspec.Struct, frozen=True):

@@ -2,7 +2,9 @@
 
 from hashlib import blake2b
 
-__all__ = ["derive_seed"]
+from turngate.runtime.errors import ConfigError
+
+__all__ = ["derive_seed", "require_seed"]
 
 _SEED_MASK = (1 << 63) - 1
 """Seeds fit a signed 64-bit integer, the narrowest of what servers, numpy and torch accept."""
@@ -16,3 +18,9 @@ def derive_seed(root: int, purpose: str, *ids: int | str) -> int:
     """
     name = repr((root, purpose, *ids)).encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") & _SEED_MASK
+
+
+def require_seed(seed: object, where: str) -> None:
+    """Raise ConfigError unless a generator of torch can start from that; it would only say `Overflow`."""
+    if type(seed) is not int or not -_SEED_MASK - 1 <= seed <= _SEED_MASK:
+        raise ConfigError(f"seed must be a signed 64-bit integer: got {seed!r} ({where})")

@@ -90,7 +90,7 @@ class Batcher:
         self._positions = np.zeros(rows, dtype=np.int64)
         self._sampling = SamplingRows(rows)
         self._next_id = 0
-        self._seeds = np.random.default_rng(self.config.seed)
+        self._seeds = np.random.default_rng(self.config.seed & _SEED_MASK)
         self._counts = Counters(clock)
 
     def __repr__(self) -> str:

@@ -227,6 +227,11 @@ def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         clone(CHATS, tmp_path / "m", tokenizer=tokenizer(), model=ModelConfig(vocab_size=3), config=FEW)
 
 
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="seed must be a signed 64-bit integer: got 9223372036854775808"):
+        clone(CHATS, tmp_path / "m", model=small(), config=FEW, seed=2**63)
+
+
 def test_a_diverging_run_is_stopped(tmp_path: Path) -> None:
     config = CloningConfig(steps=50, muon_lr=1e30, adamw_lr=1e30, schedule=Schedule())
     with pytest.raises(LearnerError, match=r"finite loss.*lower the learning rates"):

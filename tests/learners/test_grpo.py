@@ -487,6 +487,7 @@ def test_rare_choices_run(lab: Any, folder: Path, model: PolicyModel) -> None:
         ({"hacking": 3}, r"hacking must be HackingConfig\(...\)"),
         ({"clip": 0.2}, "a pair of offsets: got 0.2"),
         ({"kl_coef": -0.1}, "kl_coef must be 0 or more"),
+        ({"seed": 2**63}, r"seed must be a signed 64-bit integer: got 9223372036854775808 \(GRPO\)"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], message: str) -> None:

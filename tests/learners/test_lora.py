@@ -163,6 +163,7 @@ def test_targets_must_be_layers_of_the_model(start: Path) -> None:
         ({"alpha": 0}, "alpha must be at least 1"),
         ({"targets": "q_proj"}, "targets must be 'all-linear' or names of layers"),
         ({"targets": ()}, "targets must name at least one layer"),
+        ({"seed": -(2**63) - 1}, "seed must be a signed 64-bit integer"),
     ],
 )
 def test_what_cannot_work_is_told_at_once(options: Any, match: str) -> None:

@@ -378,6 +378,7 @@ def test_a_loss_that_explodes_is_told(folder: Path, tmp_path: Path) -> None:
         ("batch_trajectories", 0),
         ("held_out", 0.0),
         ("max_grad_norm", 0.0),
+        ("seed", 2**63),
     ],
 )
 def test_settings_that_cannot_work_are_refused(field: str, value: Any) -> None:

@@ -90,6 +90,15 @@ def test_two_hundred_seeds_draw_the_same_tokens_alone_and_together(make):
     assert sum(a.token_ids != together[seed % 8].token_ids for seed, a in enumerate(together)) > 180
 
 
+def test_any_integer_is_the_root_of_the_seeds_of_requests_without_one(make_policy):
+    model, request = make_policy(len(TOKENIZER)), Request(prompt_ids=PROMPTS[0], max_tokens=12, stop_ids=())
+    drawn = [
+        run(Batcher(model, TOKENIZER, BatcherConfig(seed=root)), request)[0].token_ids for root in (-1, -1, -2, 2**70)
+    ]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(ids) for ids in drawn}) == 3
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_behaviour_log_probs_equal_the_training_pass(make, model, temperature):
     batcher = make()
