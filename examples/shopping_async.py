@@ -71,13 +71,15 @@ def main(args: argparse.Namespace) -> None:
     """Warm up, improve, and print the figures."""
     run_dir = Path(args.run_dir or f"runs/shopping-{time.strftime('%Y%m%d-%H%M%S')}")
     model = run_dir / "warm-start"
-    if not args.resume:
-        print("1. Warm start: cloning a scripted shopper that overlooks most of what is wrong with an item", flush=True)
-        shopping_policy(model, seed=args.seed)
+    go_on = "of a warm start nothing is kept, begin again"
     try:
+        if not args.resume:
+            print("1. Warm start: cloning a scripted shopper that overlooks most of an item's faults", flush=True)
+            shopping_policy(model, seed=args.seed)
+        go_on = f"go on from the newest checkpoint with --resume --run-dir {run_dir}"
         figures = msgspec.json.encode(asyncio.run(improve(args, run_dir, model))).decode()
     except KeyboardInterrupt:
-        raise SystemExit(f"\nstopped; go on from the newest checkpoint with --resume --run-dir {run_dir}") from None
+        raise SystemExit(f"\nstopped; {go_on}") from None
     if args.json:
         Path(args.json).write_text(figures + "\n")
     print(figures)

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,29 +15,48 @@ from turngate.learners.recipes.shopping import shopping_policy
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shopping_async.py"
 
 
-def test_the_script_warms_up_measures_trains_and_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("shopping_async", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(run_dir: Path, **changes: object) -> argparse.Namespace:
+    settings = {"seed": 1, "updates": 1, "max_staleness": 1, "evaluate": 8, "resume": False, "json": None}
+    return argparse.Namespace(run_dir=str(run_dir), **(settings | changes))
+
+
+@pytest.mark.parametrize(
+    ("stopped_in", "go_on"),
+    [
+        ("shopping_policy", "nothing is kept, begin again"),
+        ("improve", "the newest checkpoint with --resume --run-dir .*"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_in: str, go_on: str
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "shopping_policy", lambda *_, **__: None)
+    monkeypatch.setattr(script, stopped_in, stopped)
+    with pytest.raises(SystemExit, match=f"^\nstopped; .*{go_on}$"):
+        script.main(arguments(tmp_path))
+
+
+def test_the_script_warms_up_measures_trains_and_reports(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny = functools.partial(shopping_policy, config=CloningConfig(steps=20), settling=CloningConfig(steps=20))
     monkeypatch.setattr(script, "shopping_policy", tiny)
     run_dir, figures = tmp_path / "run", tmp_path / "figures.json"
 
-    script.main(
-        argparse.Namespace(
-            seed=1,
-            updates=1,
-            max_staleness=1,
-            evaluate=8,
-            run_dir=str(run_dir),
-            resume=False,
-            json=str(figures),
-        )
-    )
+    script.main(arguments(run_dir, json=str(figures)))
 
     said = capsys.readouterr().out
     last = json.loads(said.splitlines()[-1])
