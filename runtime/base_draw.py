@@ -1,6 +1,7 @@
 """The draws of one decision: actions of the base policy, all from one context, of which one will be played."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 from turngate.envs.base import ToolSpec
 from turngate.runtime.conversation import Conversation
@@ -8,7 +9,10 @@ from turngate.runtime.endpoint import ChatEndpoint
 from turngate.runtime.token_conversation import Generate, TokenConversation
 from turngate.runtime.types import Completion, Message, Sampling
 
-__all__ = ["BaseDraw"]
+__all__ = ["BaseDraw", "Draw"]
+
+Draw: TypeAlias = Callable[[int], Awaitable[Completion]]
+"""Samples one action of the base policy with a seed."""
 
 
 class BaseDraw:

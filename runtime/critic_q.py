@@ -12,12 +12,12 @@ from typing import Protocol, Self
 import msgspec
 
 from turngate.runtime.errors import ConfigError, GuidanceError, MalformedReply
-from turngate.runtime.guidance import DecisionPoint, QValues
 from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId, ids_text
 from turngate.runtime.retries import RetryingClient
 from turngate.runtime.transport import HttpTransport, Transport
 from turngate.runtime.types import Completion
 from turngate.runtime.urls import shown_url, url_secrets
+from turngate.runtime.value_functions import DecisionPoint, QValues
 
 __all__ = ["CriticQ"]
 

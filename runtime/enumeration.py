@@ -23,19 +23,20 @@ import msgspec
 
 from turngate.envs.base import Action, ToolSpec
 from turngate.runtime.answers import check_action
-from turngate.runtime.base_draw import BaseDraw
+from turngate.runtime.base_draw import BaseDraw, Draw
 from turngate.runtime.errors import ConfigError, EndpointRefused, GuidanceError
-from turngate.runtime.guidance import Candidates, DecisionPoint, Draw, Guidance, candidate_of
+from turngate.runtime.guided_types import action_key, written_beta
 from turngate.runtime.json_ids import JsonIds, ids_text
 from turngate.runtime.rendering import Renderer, says_the_same
-from turngate.runtime.selection import enumerated_probs, pick
-from turngate.runtime.types import Completion, Decision, Message, Sampling
+from turngate.runtime.selection import Strength, enumerated_probs, pick
+from turngate.runtime.types import Candidate, Completion, Decision, Message, Sampling
 from turngate.runtime.unwrap import single_errors
+from turngate.runtime.value_functions import Candidates, DecisionPoint, ValueCalls
 
 if TYPE_CHECKING:
     from turngate.runtime.endpoint import Endpoint
 
-__all__ = ["action_ids", "choose_enumerated"]
+__all__ = ["NoDecision", "action_ids", "choose_enumerated"]
 
 _AT_ONCE = 64
 """Prompts that one decision has scored at once: a list may be long, and connections are not without number."""
@@ -44,41 +45,43 @@ _BEFORE, _AFTER = Message("user", "hi"), Message("user", "go on")
 """
 
 
-async def choose_enumerated(
-    guidance: Guidance, listing: Candidates, draw: Draw, point: DecisionPoint, beta: float
-) -> Completion:
-    """Return the chosen action, as if it had been sampled; see the module.
+class NoDecision(GuidanceError):
+    """Values chose nothing, for the reason that is the text."""
 
-    Where there are no values the base draws an action of its own, flagged.
-    Raises: ConfigError: this endpoint or sampling has no log-probs of whole actions. EndpointError: scoring failed.
+
+async def choose_enumerated(
+    calls: ValueCalls,
+    listing: Candidates,
+    draw: Draw,
+    point: DecisionPoint,
+    strength: Strength,
+    *,
+    length_normalised: bool = False,
+) -> Completion:
+    """Return the chosen action, as if it had been sampled, with the decision on it; see the module.
+
+    Args: length_normalised: log pi is divided by the action's number of tokens.
+    Raises: NoDecision: there is no list, or no values. ConfigError: this endpoint or sampling has no log-probs of whole
+        actions. EndpointError: scoring failed.
     """
     base = _scoring_draw(draw)
-    actions, why = await guidance.outcome_of("list of candidates", point, lambda: _listed(listing, point))
-    if actions is None:
-        return await guidance.fall_back(draw, point, beta, why)
-    if not actions:
-        return await guidance.fall_back(draw, point, beta, "no candidates: nothing was listed")
     endpoint = cast("Endpoint", base.endpoint)
+    actions, why = await calls.outcome_of("list of candidates", point, lambda: _listed(listing, point))
+    if not actions:
+        raise NoDecision(why or "no candidates: nothing was listed")
 
     async def generate(
         prompt: Sequence[int], sampling: Sampling, /, *, seed: int | None = None, timeout_s: float = 600.0
     ) -> Completion:
         scored = await _score(endpoint, prompt, actions, base.tools, sampling.max_tokens, timeout_s)
-        return await _choose(guidance, scored, point, beta)
+        return await _choose(calls, scored, point, strength, length_normalised)
 
     try:
-        chosen = await base.put(generate)
-    except _NoValues as error:
-        return await guidance.fall_back(draw, point, beta, str(error))
+        return await base.put(generate)
+    except NoDecision:
+        raise
     except GuidanceError as error:
-        return await guidance.fall_back(draw, point, beta, f"values: {error}")
-    assert chosen.decision is not None
-    guidance.tally.decided(chosen.decision)
-    return chosen
-
-
-class _NoValues(GuidanceError):
-    """The value function failed, for the reason that is the text."""
+        raise NoDecision(f"values: {error}") from error
 
 
 def _scoring_draw(draw: Draw) -> BaseDraw:
@@ -106,8 +109,7 @@ async def _listed(listing: Candidates, point: DecisionPoint) -> list[Action]:
     actions = list(await found if inspect.isawaitable(found) else found)
     for action in actions:
         check_action(action, "listed")
-    known = {(one.text, tuple((call.name, call.arguments) for call in one.tool_calls)): one for one in actions}
-    return list(known.values())
+    return list({action_key(action): action for action in actions}.values())
 
 
 async def _score(
@@ -145,30 +147,26 @@ async def _score(
     return [task.result() for task in tasks]
 
 
-async def _choose(guidance: Guidance, scored: list[Completion], point: DecisionPoint, beta: float) -> Completion:
+async def _choose(
+    calls: ValueCalls, scored: list[Completion], point: DecisionPoint, strength: Strength, length_normalised: bool
+) -> Completion:
     """Return the chosen one, with the decision on it. Raises: GuidanceError: nothing can be chosen."""
     began_s = time.monotonic()
-    q, version, fallback = await guidance.values(point, scored)
-    if fallback:
-        raise _NoValues(fallback)
+    q, version, why = await calls.values(point, scored)
+    if why:
+        raise NoDecision(why)
     sums = [math.fsum(one.logprobs) for one in scored]
-    base = [total / len(one.token_ids) for total, one in zip(sums, scored, strict=True)]
-    base = base if guidance.length_normalised else sums
-    beta = guidance.within_budget(beta, base, q)
-    probs = enumerated_probs(base, q, beta)
-    allowed = sum(value > -math.inf for value in q)
-    floor = guidance.floor
-    probs = [
-        (1 - floor) * p + (floor / allowed if value > -math.inf else 0.0) for p, value in zip(probs, q, strict=True)
-    ]
+    base = [s / len(one.token_ids) for s, one in zip(sums, scored, strict=True)] if length_normalised else sums
+    beta = strength.within_budget(base, q)
+    probs = enumerated_probs(base, q, beta, floor=strength.floor)
     chosen = pick(probs, point.seed)
     decision = Decision(
-        candidates=tuple(candidate_of(c, v, p) for c, v, p in zip(scored, q, probs, strict=True)),
+        candidates=tuple(map(Candidate.of, scored, q, probs)),
         chosen=chosen,
-        beta=beta if math.isfinite(beta) else -1.0,
-        floor=floor,
+        beta=written_beta(beta),
+        floor=strength.floor,
         log_selection=math.log(probs[chosen]) - sums[chosen],
-        source=guidance.name,
+        source=calls.name,
         value_version=version,
         seconds=time.monotonic() - began_s,
         is_enumerated=True,

@@ -9,52 +9,40 @@ taken, which is what the base alone would have done, and the record says so.
 
 import asyncio
 import copy
-import math
 import time
-from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Self, TypeAlias
 
 import msgspec
 
-from turngate.envs.base import Action
 from turngate.runtime.answers import describe_error
+from turngate.runtime.base_draw import Draw
 from turngate.runtime.conversation import token_mode_of
-from turngate.runtime.deadline import Deadline, DeadlineExceeded
-from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError, ToolError
-from turngate.runtime.foreign import ForeignCalls
+from turngate.runtime.enumeration import NoDecision, choose_enumerated
+from turngate.runtime.errors import ConfigError, EndpointError, GuidanceError
 from turngate.runtime.guidance_tally import GuidanceStatistics, GuidanceTally
+from turngate.runtime.guided_types import written_beta
 from turngate.runtime.plain_numbers import plain_float, plain_int
 from turngate.runtime.seeds import derive_seed
-from turngate.runtime.selection import beta_for_kl, log_selection_weight, pick, selection_probs
+from turngate.runtime.selection import Strength, log_selection_weight, pick, selection_probs
 from turngate.runtime.types import Candidate, Completion, Decision
 from turngate.runtime.value_functions import (
+    Candidates,
     DecisionPoint,
     QFunction,
     QValues,
+    ValueCalls,
+    Values,
     checked_beta,
-    checked_values,
-    copied,
 )
 
 __all__ = ["Beta", "Candidates", "DecisionPoint", "Draw", "Guidance", "GuidanceStatistics", "QFunction", "QValues"]
 
 _NO_SNAPSHOTS = "no snapshots: the values need an environment with snapshots to branch from"
 _NO_IDS = "no token ids: the values are read from ids, which this endpoint does not give (token mode 'text')"
-_WHY_CHARS = 1000
-"""Of a failure's text in a record: what others raise may hold whole replies."""
-_BUDGET_BETA = 1e12
-"""Where every beta is within the KL budget: as good as infinite, without the choice counting as greedy by intent."""
 
-T = TypeVar("T")
 Beta: TypeAlias = float | Callable[[int], float]
 """Weight of the values, or a schedule of it by policy version."""
-Draw: TypeAlias = Callable[[int], Awaitable[Completion]]
-"""Samples one action of the base policy with a seed."""
-
-
-Candidates: TypeAlias = Callable[[DecisionPoint], Sequence[Action] | Awaitable[Sequence[Action]]]
-"""Lists the actions of a situation. What it raises costs this decision its guidance."""
 
 
 class Guidance:
@@ -100,9 +88,16 @@ class Guidance:
         asked: object = q
         if not callable(asked) or isinstance(asked, type):
             raise ConfigError(f"q must be a coroutine function of (point, candidates): got {q!r:.80} (Guidance)")
-        self.q, self.timeout_s, self.grace_s = q, timeout_s, grace_s
-        self.candidates, self.length_normalised = candidates, length_normalised
-        self.name = name or str(getattr(q, "name", "") or getattr(q, "__name__", type(q).__name__))
+        for what, seconds in (("timeout_s", timeout_s), ("grace_s", grace_s)):
+            if not seconds > 0:
+                raise ConfigError(f"{what} must be positive: got {seconds} (Guidance)")
+        if length_normalised and candidates is None:
+            raise ConfigError(
+                "length_normalised must come with candidates: draws are not weighted by log pi (Guidance)"
+            )
+        self.candidates, self._length_normalised = candidates, length_normalised
+        name = name or str(getattr(q, "name", "") or getattr(q, "__name__", type(q).__name__))
+        self._calls = ValueCalls(q, name, timeout_s=timeout_s, grace_s=grace_s)
         self.tally = GuidanceTally()
         self._settle(beta, draws, floor, max_kl)
 
@@ -111,9 +106,14 @@ class Guidance:
         return f"<Guidance {self.name}, beta {self.beta}, {how}, {self.tally.guided}/{self.tally.decisions} guided>"
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether it may take the best draw for certain; no policy gradient can learn from that."""
-        return self.beta == math.inf and self.floor == 0.0 and self.max_kl is None
+    def q(self) -> QFunction:
+        """The value function."""
+        return self._calls.q
+
+    @property
+    def name(self) -> str:
+        """What records call it."""
+        return self._calls.name
 
     def statistics(self) -> GuidanceStatistics:
         """Return the tallies as they are now."""
@@ -148,13 +148,6 @@ class Guidance:
             raise ConfigError(f"floor must be between 0 and 1: got {self.floor} (Guidance)")
         if self.max_kl is not None and not self.max_kl >= 0:
             raise ConfigError(f"max_kl must be at least 0: got {self.max_kl} (Guidance)")
-        for what in ("timeout_s", "grace_s"):
-            if not getattr(self, what) > 0:
-                raise ConfigError(f"{what} must be positive: got {getattr(self, what)} (Guidance)")
-        if self.length_normalised and self.candidates is None:
-            raise ConfigError(
-                "length_normalised must come with candidates: draws are not weighted by log pi (Guidance)"
-            )
 
     async def choose(self, draw: Draw, point: DecisionPoint) -> Completion:
         """Return the chosen action, with the decision on it.
@@ -170,26 +163,21 @@ class Guidance:
             return await draw(point.seed)
         # Others are shown lists of their own: what they do to them changes neither the draws nor the episode.
         point = msgspec.structs.replace(point, messages=tuple(point.messages), history=tuple(point.history))
+        strength = Strength(beta, self.floor, self.max_kl)
         if self.candidates is not None:
-            from turngate.runtime.enumeration import choose_enumerated  # late: it imports this module
-
-            # Through Any: in a cycle of imports type checkers take this file and its link for two modules.
-            guidance, listing, here = cast(Any, self), cast(Any, self.candidates), cast(Any, point)
-            return await choose_enumerated(guidance, listing, draw, here, beta)
+            return await self._choose_listed(self.candidates, draw, point, strength)
         if why := self._cannot_ask(draw, point):  # and so nothing is drawn to be thrown away
             self.tally.tell_once(f"decisions are not guided, the base acts alone: {why} ({self.name})")
-            return await self.fall_back(draw, point, beta, why)
+            return await self._fall_back(draw, point, strength, why)
         # 1. Draw; all of them, duplicates included.
         completions, missing = await self._draw(draw, point.seed)
         # 2. Ask what they are worth.
         began_s = time.monotonic()
-        q, version, fallback = await self.values(point, completions) if not missing else ((), 0, missing)
+        values = Values(why=missing) if missing else await self._calls.values(point, completions)
         value_s = time.monotonic() - began_s
         # 3. Choose, and say how.
-        chosen, decision = self._decide(completions, q, beta, fallback, point.seed)
-        decision = msgspec.structs.replace(decision, value_version=version, seconds=value_s)
-        self.tally.decided(decision)
-        return msgspec.structs.replace(completions[chosen], decision=decision)
+        chosen, decision = self._decide(completions, values, strength, point.seed)
+        return self._decided(completions[chosen], msgspec.structs.replace(decision, seconds=value_s))
 
     def beta_at(self, policy_version: int) -> float:
         """Return the beta of one version. Raises: ConfigError: the schedule gives none."""
@@ -202,19 +190,28 @@ class Guidance:
             raise ConfigError(f"beta must be at least 0: got {describe_error(error)} ({where})") from error
         return checked_beta(beta, where)
 
-    async def fall_back(self, draw: Draw, point: DecisionPoint, beta: float, why: str) -> Completion:
+    async def _choose_listed(
+        self, listing: Candidates, draw: Draw, point: DecisionPoint, strength: Strength
+    ) -> Completion:
+        try:
+            chosen = await choose_enumerated(
+                self._calls, listing, draw, point, strength, length_normalised=self._length_normalised
+            )
+        except NoDecision as error:
+            return await self._fall_back(draw, point, strength, str(error))
+        assert chosen.decision is not None
+        return self._decided(chosen, chosen.decision)
+
+    async def _fall_back(self, draw: Draw, point: DecisionPoint, strength: Strength, why: str) -> Completion:
         """Return what the base does where nothing can guide it; one draw, flagged."""
         self.tally.drawn(1)
         completion = await draw(point.seed)
-        _, decision = self._decide([completion], (), beta, why, point.seed)
-        self.tally.decided(decision)
-        return msgspec.structs.replace(completion, decision=decision)
+        _, decision = self._decide([completion], Values(why=why), strength, point.seed)
+        return self._decided(completion, decision)
 
-    def within_budget(self, beta: float, base_logprobs: Sequence[float], q: Sequence[float]) -> float:
-        """Return beta, lowered to the KL budget if there is one. Raises: GuidanceError: nothing can be chosen."""
-        if self.max_kl is None:
-            return beta
-        return min(beta, beta_for_kl(base_logprobs, q, self.max_kl), _BUDGET_BETA)
+    def _decided(self, chosen: Completion, decision: Decision) -> Completion:
+        self.tally.decided(decision)
+        return msgspec.structs.replace(chosen, decision=decision)
 
     def _cannot_ask(self, draw: Draw, point: DecisionPoint) -> str:
         """Return what the value function needs and nobody has here; empty when it can be asked."""
@@ -242,71 +239,30 @@ class Guidance:
         failed = sorted({type(one).__name__ for one in found if isinstance(one, BaseException)})
         return [one for one in found if isinstance(one, Completion)], f"a draw failed: {failed[0]}" if failed else ""
 
-    async def values(self, point: DecisionPoint, completions: Sequence[Completion]) -> tuple[Sequence[float], int, str]:
-        """Return (values, their version, why there are none)."""
-
-        shown = tuple(copied(completion) for completion in completions)
-
-        async def ask() -> QValues:
-            found = await self.q(point, shown)
-            return checked_values(found if isinstance(found, QValues) else QValues(found), len(shown))
-
-        found, why = await self.outcome_of(f"value function {self.name}", point, ask)
-        if found is None:
-            return (), 0, why
-        if (count := len(found.values)) != len(completions):
-            return (), found.version, f"malformed: {count} values for {len(completions)} candidates"
-        return found.values, found.version, ""
-
-    async def outcome_of(
-        self, what: str, point: DecisionPoint, ask: Callable[[], Awaitable[T]]
-    ) -> tuple[T | None, str]:
-        """Return (what code that is not ours gives within the decision's deadline, why it gave nothing)."""
-        deadline = Deadline()
-        calls = ForeignCalls(f"decision of turn {point.turn}", deadline, grace_s=self.grace_s)
-        try:
-            with deadline:
-                deadline.set(asyncio.get_running_loop().time() + self.timeout_s, "values")
-                return await calls.run(what, ToolError, ask), ""
-        except Exception as error:  # the boundary: code of the user's costs a decision, not the episode
-            if isinstance(error, DeadlineExceeded) and deadline.expired:
-                return None, "timeout"
-            return None, f"error: {describe_error(error)}"[:_WHY_CHARS]
-
     def _decide(
-        self, completions: Sequence[Completion], q: Sequence[float], beta: float, fallback: str, seed: int
+        self, completions: Sequence[Completion], values: Values, strength: Strength, seed: int
     ) -> tuple[int, Decision]:
+        """Return which draw is taken, and the record of it; without values the first, as the base alone would."""
+        q, version, fallback = values
         weights, chosen = [1.0] + [0.0] * (len(completions) - 1), 0
-        log_selection = 0.0
+        beta, log_selection = strength.beta, 0.0
         if not fallback:
             try:
-                beta = self.within_budget(beta, [0.0] * len(q), q)
-                weights = selection_probs(q, beta, floor=self.floor)
+                beta = strength.within_budget([0.0] * len(q), q)
+                weights = selection_probs(q, beta, floor=strength.floor)
             except GuidanceError as error:
                 fallback = f"values: {error}"
             else:
                 chosen = pick(weights, seed)
                 log_selection = log_selection_weight(weights, chosen)  # cannot raise: never one of weight 0
-        known = q if len(q) == len(completions) else [None] * len(completions)
-        candidates = tuple(candidate_of(c, v, w) for c, v, w in zip(completions, known, weights, strict=True))
+        known: Sequence[float | None] = q or [None] * len(completions)
         return chosen, Decision(
-            candidates=candidates,
+            candidates=tuple(map(Candidate.of, completions, known, weights)),
             chosen=chosen,
-            beta=beta if math.isfinite(beta) else -1.0,
-            floor=self.floor,
+            beta=written_beta(beta),
+            floor=strength.floor,
             log_selection=log_selection,
             source=self.name,
+            value_version=version,
             fallback=fallback,
         )
-
-
-def candidate_of(completion: Completion, q: float | None, weight: float) -> Candidate:
-    """Return one candidate as the record has it."""
-    return Candidate(
-        text=completion.text,
-        tool_calls=completion.tool_calls,
-        token_ids=array("i", completion.token_ids).tobytes(),
-        logprobs=array("f", completion.logprobs).tobytes(),
-        q=q if q is not None and math.isfinite(q) else None,
-        weight=weight,
-    )

@@ -33,16 +33,15 @@ def guidance_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _decision_row(decisions: Sequence[Decision], turns: int) -> dict[str, float]:
     chosen = [decision for decision in decisions if not decision.fallback]
-    reasons = Counter(_slug(decision.fallback) for decision in decisions if decision.fallback)
+    reasons = Counter(decision.reason.replace(" ", "_") for decision in decisions if decision.fallback)
     versions = [decision.value_version for decision in chosen]
-    betas = [math.inf if decision.beta < 0 else decision.beta for decision in chosen]
     return {
         "guidance_decisions": float(len(decisions)),
         "guidance_share": len(chosen) / turns,
         "guidance_distinct": _mean([float(decision.distinct) for decision in chosen]),
         "guidance_draws": _mean([float(len(decision.candidates)) for decision in decisions]),
         "guidance_kl": _mean([decision_kl(decision) for decision in chosen]),
-        "guidance_beta": _mean(betas),
+        "guidance_beta": _mean([decision.beta_used for decision in chosen]),
         "guidance_value_s": math.fsum(decision.seconds for decision in decisions),
         "guidance_value_version_min": float(min(versions, default=0)),
         "guidance_value_version_max": float(max(versions, default=0)),
@@ -64,11 +63,6 @@ def _logprob_of(trajectory: Trajectory, index: int) -> float:
     turn = trajectory.turns[index]
     values = trajectory.segments[turn.segment].logprob_values()
     return math.fsum(values[turn.start : turn.start + turn.length])
-
-
-def _slug(fallback: str) -> str:
-    """Return the kind of a reason, fit for a metric's name."""
-    return fallback.partition(":")[0].replace(" ", "_")
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 
+from turngate.runtime.selection import kl_to_base
 from turngate.runtime.types import Decision
 
 __all__ = ["GuidanceStatistics", "GuidanceTally", "decision_kl"]
@@ -59,7 +60,7 @@ class GuidanceTally:
         """Count what was decided."""
         self._value_s += decision.seconds
         if decision.fallback:
-            self._fallbacks[decision.fallback.partition(":")[0]] += 1
+            self._fallbacks[decision.reason] += 1
             if self.guided == 0 and self._fallbacks.total() == _WARN_AFTER:
                 self.tell_once(
                     f"no decision of the first {_WARN_AFTER} was guided, the base acts alone: {decision.fallback}"
@@ -94,10 +95,5 @@ def decision_kl(decision: Decision) -> float:
 
     Among draws the base takes each alike; enumerated candidates it takes by their log-probs.
     """
-    chosen = [c for c in decision.candidates if c.weight > 0]
-    if not decision.is_enumerated:
-        return math.fsum(c.weight * math.log(c.weight * len(decision.candidates)) for c in chosen)
-    base = [c.logprob for c in decision.candidates]
-    top = max(base)
-    norm = top + math.log(math.fsum(math.exp(lp - top) for lp in base))
-    return max(0.0, math.fsum(c.weight * (math.log(c.weight) - c.logprob + norm) for c in chosen))
+    base = [c.logprob if decision.is_enumerated else 0.0 for c in decision.candidates]
+    return kl_to_base([c.weight for c in decision.candidates], base)

@@ -1,7 +1,8 @@
 """What guidance leaves in the record: how tokens were tilted, and how an action was chosen among several."""
 
 import math
-from typing import Literal
+from array import array
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import msgspec
 
@@ -9,7 +10,10 @@ from turngate.envs.base import ToolCall
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.plain_numbers import make_plain
 
-__all__ = ["Candidate", "Decision", "GuidedTokens", "TokenGuidance"]
+if TYPE_CHECKING:
+    from turngate.runtime.types import Completion
+
+__all__ = ["Candidate", "Decision", "GuidedTokens", "TokenGuidance", "action_key", "written_beta"]
 
 
 class TokenGuidance(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +72,18 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     """Probability with which it was chosen."""
 
+    @classmethod
+    def of(cls, action: "Completion", q: float | None, weight: float) -> Self:
+        """Return the record of an action; values that are not finite are none."""
+        return cls(
+            text=action.text,
+            tool_calls=action.tool_calls,
+            token_ids=array("i", action.token_ids).tobytes(),
+            logprobs=array("f", action.logprobs).tobytes(),
+            q=q if q is not None and math.isfinite(q) else None,
+            weight=weight,
+        )
+
     @property
     def logprob(self) -> float:
         """Log-prob of drawing the whole action: the sum over its tokens."""
@@ -81,7 +97,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """All draws in their order, duplicates included; or all actions that were enumerated."""
     chosen: int
     beta: float
-    """As used; infinity, which JSON has not, is written as -1."""
+    """As used, by `written_beta`: infinity is -1."""
     floor: float = 0.0
     log_selection: float
     """log(N w) of the chosen draw: what choosing added to the log-prob of drawing it. 0 when nothing chose. Of an
@@ -97,6 +113,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the candidates were listed by somebody, and not drawn: weights are softmax(log pi + beta Q) then."""
 
     @property
+    def beta_used(self) -> float:
+        """Beta, infinity included."""
+        return math.inf if self.beta < 0 else self.beta
+
+    @property
+    def reason(self) -> str:
+        """The kind of fallback, without what is said of this one."""
+        return self.fallback.partition(":")[0]
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the best draw was taken for certain: then no weight leads back to the base policy."""
         return self.beta < 0 and self.floor == 0.0
@@ -104,4 +130,24 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def distinct(self) -> int:
         """Number of different actions among the draws."""
-        return len({(c.text, tuple((call.name, call.arguments) for call in c.tool_calls)) for c in self.candidates})
+        return len(set(map(action_key, self.candidates)))
+
+
+def written_beta(beta: float) -> float:
+    """Return beta as records have it: JSON has no infinity."""
+    return beta if math.isfinite(beta) else -1.0
+
+
+class Said(Protocol):
+    """An action, in any of its forms."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]: ...
+
+
+def action_key(action: Said) -> object:
+    """Return what equal actions have in common: the text and the calls; ids of calls are the server's whim."""
+    return action.text, tuple((call.name, call.arguments) for call in action.tool_calls)

@@ -8,10 +8,11 @@ import anyio
 from turngate.envs.base import End, Task
 from turngate.runtime.answers import said_last
 from turngate.runtime.errors import GuidanceError
-from turngate.runtime.guidance import DecisionPoint, QValues
+from turngate.runtime.guided_types import action_key
 from turngate.runtime.scorers import Scorer
 from turngate.runtime.types import Completion, Message, Trajectory, Turn
 from turngate.runtime.unwrap import single_errors
+from turngate.runtime.value_functions import DecisionPoint, QValues
 
 __all__ = ["ScorerQ", "imagined"]
 
@@ -38,7 +39,7 @@ class ScorerQ:
 
         Raises: GuidanceError: the scorer does not give one score per turn. What it raises itself goes on.
         """
-        nodes = {_key(candidate): candidate for candidate in candidates}
+        nodes = {action_key(candidate): candidate for candidate in candidates}
         found: dict[object, float] = {}
 
         async def one(key: object, candidate: Completion) -> None:
@@ -48,7 +49,7 @@ class ScorerQ:
             async with anyio.create_task_group() as tg:
                 for key, candidate in nodes.items():
                     tg.start_soon(one, key, candidate)
-        return QValues([found[_key(candidate)] for candidate in candidates], self._version)
+        return QValues([found[action_key(candidate)] for candidate in candidates], self._version)
 
     async def _score(self, trajectory: Trajectory) -> float:
         score_turn = getattr(self._scorer, "score_turn", None)
@@ -92,7 +93,3 @@ def imagined(point: DecisionPoint, candidate: Completion) -> Trajectory:
         trainable=False,
         untrainable_because="it was imagined, to be scored",
     )
-
-
-def _key(candidate: Completion) -> object:
-    return candidate.text, tuple((call.name, call.arguments) for call in candidate.tool_calls)

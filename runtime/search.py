@@ -15,6 +15,7 @@ from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
 from turngate.envs.base import Action
+from turngate.runtime.guided_types import action_key
 
 __all__ = [
     "ActionNode",
@@ -43,11 +44,6 @@ def uct_scores(totals_A: Sequence[float], visits_A: Sequence[int], *, exploratio
         total / visits + exploration * math.sqrt(math.log(parent) / visits) if visits else math.inf
         for total, visits in zip(totals_A, visits_A, strict=True)
     ]
-
-
-def action_key(action: Action) -> object:
-    """Return what equal actions have in common: the text and the calls; ids of calls are the server's whim."""
-    return action.text, tuple((call.name, call.arguments) for call in action.tool_calls)
 
 
 class Played(NamedTuple, Generic[S]):

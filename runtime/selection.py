@@ -8,11 +8,13 @@ on plain numbers; the token level is in `engine/guidance.py`.
 import math
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 from turngate.runtime.errors import GuidanceError
 from turngate.runtime.seeds import derive_seed
 
 __all__ = [
+    "Strength",
     "best_of_n_kl_bound",
     "beta_for_kl",
     "enumerated_probs",
@@ -25,19 +27,40 @@ __all__ = [
 ]
 
 _BISECTIONS = 200
+_BUDGET_BETA = 1e12
+"""Where every beta is within the KL budget: as good as infinite, without the choice counting as greedy by intent."""
 _MAX_BETA = 1e12
 """In units of the values' range: beyond it the softmax of two floats that are worth telling apart is 0 and 1."""
 
 
-def enumerated_probs(base_logprobs_A: Sequence[float], q_A: Sequence[float], beta: float) -> list[float]:
+class Strength(NamedTuple):
+    """How far values move one choice."""
+
+    beta: float
+    floor: float = 0.0
+    max_kl: float | None = None
+    """The most that the choice may differ from the base's; beta is lowered to it."""
+
+    def within_budget(self, base_logprobs_A: Sequence[float], q_A: Sequence[float]) -> float:
+        """Return beta, lowered to the KL budget if there is one. Raises: GuidanceError: nothing can be chosen."""
+        if self.max_kl is None:
+            return self.beta
+        return min(self.beta, beta_for_kl(base_logprobs_A, q_A, self.max_kl), _BUDGET_BETA)
+
+
+def enumerated_probs(
+    base_logprobs_A: Sequence[float], q_A: Sequence[float], beta: float, *, floor: float = 0.0
+) -> list[float]:
     """Return the guided probability of each distinct action, shape (A,): softmax(log pi + beta Q).
 
     beta 0 gives pi renormalised over the actions, infinity the best action, ties by pi. A Q of minus infinity forbids
-    an action. Log-probs are sums over an action's tokens; dividing them by its length is another target.
+    an action, the floor included. Log-probs are sums over an action's tokens; dividing them by its length is another
+    target.
+    Args: floor: mixed in uniformly, over the actions that are not forbidden.
     Raises: GuidanceError: a value is NaN or plus infinity, or every action is forbidden.
     """
     _check(q_A, beta, base_logprobs_A)
-    return _softmax(_tilted(base_logprobs_A, q_A, beta))
+    return _floored(_softmax(_tilted(base_logprobs_A, q_A, beta)), q_A, floor)
 
 
 def selection_probs(
@@ -53,11 +76,7 @@ def selection_probs(
     """
     shift_N = proposal_N or [0.0] * len(q_N)
     _check(q_N, beta, shift_N)
-    if not 0 <= floor <= 1:
-        raise GuidanceError(f"floor must be between 0 and 1: got {floor}")
-    probs = _softmax(_tilted(shift_N, q_N, beta))
-    allowed = sum(q > -math.inf for q in q_N)
-    return [(1 - floor) * p + (floor / allowed if q > -math.inf else 0.0) for p, q in zip(probs, q_N, strict=True)]
+    return _floored(_softmax(_tilted(shift_N, q_N, beta)), q_N, floor)
 
 
 def log_selection_weight(probs_N: Sequence[float], chosen: int) -> float:
@@ -159,6 +178,13 @@ def best_of_n_kl_bound(draws: int) -> float:
     Source: Beirami et al. 2024 (arXiv 2401.01879).
     """
     return math.log(draws) - (draws - 1) / draws
+
+
+def _floored(probs_A: list[float], q_A: Sequence[float], floor: float) -> list[float]:
+    if not 0 <= floor <= 1:
+        raise GuidanceError(f"floor must be between 0 and 1: got {floor}")
+    share = floor / sum(q > -math.inf for q in q_A)
+    return [(1 - floor) * p + (share if q > -math.inf else 0.0) for p, q in zip(probs_A, q_A, strict=True)]
 
 
 def _tilted(logprobs_A: Sequence[float], q_A: Sequence[float], beta: float) -> list[float]:

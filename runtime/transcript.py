@@ -1,6 +1,5 @@
 """Trajectories for people and for files: readable transcripts, and JSON lines that read back exactly."""
 
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,9 +127,10 @@ def _decision_lines(decision: Decision) -> list[str]:
     how = "listed" if decision.is_enumerated else "drawn"
     if decision.fallback:
         return [f"left to the base, of {len(decision.candidates)} {how}: {decision.fallback}"]
-    beta = math.inf if decision.beta < 0 else decision.beta
     floor = f", floor {decision.floor:g}" if decision.floor else ""
-    lines = [f"by values of {decision.source}, beta {beta:g}{floor}, of {len(decision.candidates)} {how}:"]
+    lines = [
+        f"by values of {decision.source}, beta {decision.beta_used:g}{floor}, of {len(decision.candidates)} {how}:"
+    ]
     alike: dict[tuple[str, float | None], list[Candidate]] = {}
     for one in decision.candidates:
         alike.setdefault(_said(one), []).append(one)
