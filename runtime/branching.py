@@ -229,7 +229,12 @@ def check_branching(estimands: Sequence[str], continuations: int, stop: Sequenti
 
 
 def wanted_turns(trajectory: Trajectory, turns: Iterable[int] | None) -> list[int]:
-    """Return the indices of turns to branch at, each once; all by default."""
+    """Return the indices of turns to branch at, each once; all by default. Raises: ConfigError: they are none."""
+    given: object = turns
+    if given is not None and not isinstance(given, Iterable):
+        raise ConfigError(
+            f"turns must be indices of turns, or None for all: got {given!r:.80} (trajectory {trajectory.id})"
+        )
     return [turn.index for turn in trajectory.turns] if turns is None else list(dict.fromkeys(turns))
 
 

@@ -1,5 +1,6 @@
 """Values of actions by trying them: for each candidate, act, play on a few times, and take the mean return."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -94,28 +95,28 @@ class MonteCarloQ:
     async def _value(self, point: DecisionPoint, snapshot: Snapshot, candidates: Sequence[Completion]) -> QValues:
         actions = [Action(candidate.text, candidate.tool_calls) for candidate in candidates]
         keys = [action_key(action) for action in actions]
-        nodes = {key: keys.index(key) for key in keys}  # equal candidates are tried once, as the first was written
-        starts = {key: _start(point, snapshot, candidates[first]) for key, first in nodes.items()}
-        returns: dict[object, list[float]] = {key: [] for key in nodes}
+        tried = [keys.index(key) for key in dict.fromkeys(keys)]  # equal ones once, as the first was written
+        starts = [_start(point, snapshot, candidates[at]) for at in tried]
+        returns: list[list[float]] = [[] for _ in tried]
 
-        async def one(play: tuple[int, object, int]) -> None:
-            number, key, index = play
+        async def one(play: tuple[int, int]) -> None:
+            number, index = play
             seed = derive_seed(point.seed, "monte carlo", number, index)
-            trajectory = await self._player.play(starts[key], actions[nodes[key]], seed=seed)
+            trajectory = await self._player.play(starts[number], actions[tried[number]], seed=seed)
             if trajectory is not None and not trajectory.end.is_failure:
                 self._counted += 1
                 self._truncated += trajectory.end.is_truncation
-                returns[key].append(await self._player.worth(trajectory))
+                returns[number].append(await self._player.worth(trajectory))
 
-        plays = [(number, key, i) for number, key in enumerate(nodes) for i in range(self._continuations)]
+        plays = itertools.product(range(len(tried)), range(self._continuations))
         await side_by_side(plays, one, at_once=self._player.slots.total)
-        if empty := [actions[nodes[key]].text for key, found in returns.items() if not found]:
+        if empty := [actions[at].text for at, found in zip(tried, returns, strict=True) if not found]:
             spent = self.ledger.exhausted()
             raise GuidanceError(
                 f"every candidate must have a continuation that came to an end: none has {empty[0]!r:.80}"
                 + (f"; the ledger's cap on {spent} is met" if spent else "")
             )
-        values = {key: self._mean(found) for key, found in returns.items()}
+        values = {keys[at]: self._mean(found) for at, found in zip(tried, returns, strict=True)}
         return QValues([values[key] for key in keys], point.policy_version)
 
     def _mean(self, returns: Sequence[float]) -> float:

@@ -22,11 +22,6 @@ def test_the_cap_refuses_new_branches_and_counts_the_refusals():
     assert ledger.admit()
     assert not ledger.admit()
     assert (ledger.rollouts, ledger.refused, ledger.exhausted()) == (2, 1, "rollouts")
-    tokens = BranchLedger(BranchLimits(model_tokens=100))
-    assert tokens.admit()
-    tokens.spend(model_turns=3, model_tokens=100, env_steps=3)
-    assert not tokens.admit()
-    assert tokens.exhausted() == "model_tokens"
 
 
 def test_snapshots_are_held_up_to_the_cap_and_given_back():

@@ -344,6 +344,7 @@ def test_turns_and_estimands_named_twice_count_once_and_unknown_ones_are_refused
         ({"estimands": []}, "estimands must be Q, V or both"),
         ({"continuations": 0}, "continuations must be 1 or more: got 0"),
         ({"turns": [0, -1]}, "turns must be among the episode's: got -1"),
+        ({"turns": 1}, "turns must be indices of turns, or None for all: got 1"),
     ):
         ledger = BranchLedger()
         with pytest.raises(ConfigError, match=why):

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 
-from tests.runtime.test_branching import cancel_at_every_tick
 from tests.runtime.test_enumeration import text_reply
 from turngate.envs.base import End, Task
 from turngate.envs.fakes import CoinFlipEnv
@@ -16,7 +15,7 @@ from turngate.runtime.errors import EndpointError
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.monte_carlo_q import MonteCarloQ
 from turngate.runtime.selection import selection_probs
-from turngate.runtime.testing import FakeEndpoint, FakeTransport, run_virtual
+from turngate.runtime.testing import FakeEndpoint, FakeTransport, cancel_at_every_tick, run_virtual
 from turngate.runtime.testing.renderers import FakeRenderer
 from turngate.runtime.types import Message
 

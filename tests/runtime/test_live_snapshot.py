@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from tests.runtime.test_branching import cancel_at_every_tick
 from turngate.envs.base import End, Task
 from turngate.envs.fakes import CoinFlipEnv
 from turngate.runtime import Limits, Runtime
 from turngate.runtime.errors import EnvError
 from turngate.runtime.guidance import Guidance
-from turngate.runtime.testing import FakeEndpoint, run_virtual
+from turngate.runtime.testing import FakeEndpoint, cancel_at_every_tick, run_virtual
 
 TASK = Task("t", "go")
 

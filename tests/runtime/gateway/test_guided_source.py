@@ -8,7 +8,6 @@ import pytest
 
 from tests.runtime.gateway.doors import HI, TOOLS
 from tests.runtime.test_base_draw import MODES, answers
-from tests.runtime.test_branching import cancel_at_every_tick
 from turngate.envs.base import Task
 from turngate.runtime.endpoint import Endpoint
 from turngate.runtime.gateway.config import GatewayConfig
@@ -19,7 +18,7 @@ from turngate.runtime.gateway.turns import Works
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.session_table import SessionTable
-from turngate.runtime.testing import FakeTransport, run_virtual
+from turngate.runtime.testing import FakeTransport, cancel_at_every_tick, run_virtual
 from turngate.runtime.testing.endpoints import fake_reply
 from turngate.runtime.transport import Reply
 
