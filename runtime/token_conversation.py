@@ -5,6 +5,7 @@ are asked for at once. Each request goes on from the longest chat that it shows 
 one that goes on from nothing is rendered whole, and its record starts a new segment.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,8 @@ __all__ = ["Generate", "TokenConversation"]
 
 _MAX_BRANCHES = 32
 """Branches remembered, the newest. A forgotten one costs a rendering and a segment; each holds an episode's ids."""
+_CALL_ID = re.compile(r"call_([0-9]{1,9})_")
+"""What calls are named here; agents may bring names of any length."""
 
 
 class Generate(Protocol):
@@ -148,6 +151,8 @@ class TokenConversation:
         # 1. Decide what the model sees.
         shown, offered = list(messages), tuple(tools)
         place = self._longest(shown, offered)
+        if place is None:
+            self._asked = max(self._asked, _first_free_number(shown))
         prompt = self._prompt(place, shown, offered)
         prefix = f"call_{self._asked}"
         self._asked += 1
@@ -189,7 +194,7 @@ class TokenConversation:
         shown = list(chat.messages[:-1])
         whole = JsonIds(b"[%b]" % ids_text(prompt), len(prompt))
         self._branch_at(None, offered).add(shown, answer, whole, token_ids)
-        self._asked = sum(message.role == "assistant" for message in chat.messages)  # calls must not share their ids
+        self._asked = _first_free_number(chat.messages)
         return True
 
     def _longest(self, messages: list[Message], tools: tuple[ToolSpec, ...]) -> _Place | None:
@@ -254,3 +259,9 @@ class TokenConversation:
         self._branches.append(branch)
         del self._branches[:-_MAX_BRANCHES]
         return branch
+
+
+def _first_free_number(messages: Sequence[Message]) -> int:
+    """Return a number from which on no call of a chat has its id: one that begins in the middle shows earlier calls."""
+    found = (_CALL_ID.match(call.id) for message in messages for call in message.tool_calls)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)

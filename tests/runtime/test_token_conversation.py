@@ -247,6 +247,17 @@ async def test_without_tools_on_offer_all_is_text():
     assert (completion.text, completion.tool_calls, completion.stop_reason) == ("add(1)", (), "stop")
 
 
+async def test_calls_have_other_ids_than_those_of_a_chat_that_began_elsewhere():
+    conversation, _, _ = chat("add(1)", "add(2)", "add(3)")
+    before = Message("assistant", "", (ToolCall("call_0_0", "add", "0"), ToolCall("call_7_0", "add", "0")))
+    shown = [HI, before, Message("tool", "0", (), "call_0_0"), Message("tool", "0", (), "call_7_0")]
+    first = await conversation.complete(shown, SAMPLING, tools=TOOLS)
+    shown += [said(first), Message("tool", "1", (), first.tool_calls[0].id)]
+    second = await conversation.complete(shown, SAMPLING, tools=TOOLS)
+    other = await conversation.complete([MORE], SAMPLING, tools=TOOLS)
+    assert [one.tool_calls[0].id for one in (first, second, other)] == ["call_8_0", "call_9_0", "call_10_0"]
+
+
 async def test_old_branches_are_forgotten_and_rendered_whole_when_they_come_back():
     conversation, _, renderer = chat(*["yes"] * 35)
     for number in range(33):
