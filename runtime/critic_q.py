@@ -11,12 +11,11 @@ from typing import Protocol, Self
 
 import msgspec
 
-from turngate.runtime.errors import ConfigError, GuidanceError, MalformedReply
+from turngate.runtime.errors import GuidanceError, MalformedReply
 from turngate.runtime.json_ids import DECODE_ERRORS, JsonIds, TokenId, ids_text
 from turngate.runtime.retries import RetryingClient
-from turngate.runtime.transport import HttpTransport, Transport
+from turngate.runtime.transport import Transport
 from turngate.runtime.types import Completion
-from turngate.runtime.urls import shown_url, url_secrets
 from turngate.runtime.value_functions import DecisionPoint, QValues
 
 __all__ = ["CriticQ"]
@@ -75,13 +74,10 @@ class CriticQ:
         Raises: ConfigError: the URL cannot work, or comes with a name and password beside the key.
         """
         self.model, self._timeout_s = model, timeout_s
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        carrier = transport if transport is not None else HttpTransport(url, headers=headers)
-        self.url, secrets = shown_url(url), url_secrets(url)
-        if api_key and secrets:
-            raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
-        secrets = (api_key,) if api_key else secrets
-        self._client = RetryingClient(self.url, carrier, max_retries=max_retries, random=Random(), secrets=secrets)
+        self._client = RetryingClient(
+            url, api_key=api_key, transport=transport, max_retries=max_retries, random=Random()
+        )
+        self.url = self._client.url
 
     @classmethod
     def of(cls, served: Served, *, api_key: str | None = None) -> Self:

@@ -18,9 +18,8 @@ from turngate.runtime.rendering import Renderer
 from turngate.runtime.resending import resend_aborted
 from turngate.runtime.retries import RetryingClient, scrub
 from turngate.runtime.token_conversation import TokenConversation
-from turngate.runtime.transport import HttpTransport, Transport
+from turngate.runtime.transport import Transport
 from turngate.runtime.types import Completion, Message, Sampling
-from turngate.runtime.urls import shown_url, url_secrets
 from turngate.runtime.weights import WeightPublisher
 from turngate.runtime.wire import (
     ChatReply,
@@ -134,20 +133,13 @@ class Endpoint:
         self.policy_version = policy_version
         self.publisher = publisher
         self.capabilities = capabilities
-        userinfo = url_secrets(url)
-        self.secrets = (*userinfo, api_key) if api_key else userinfo
-        """What must not be shown to others: the key, or what the URL says of who we are."""
         self.credentials = url, api_key
         """The URL as given, and the key: for probing the same server."""
-        if api_key and userinfo:
-            raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        carrier = transport if transport is not None else HttpTransport(url, headers=headers)
-        self.url = shown_url(url)
-        """Where the server is; a name and password in the URL given are used, and never shown."""
         self._client = RetryingClient(
-            self.url, carrier, max_retries=max_retries, random=random or Random(), secrets=self.secrets
+            url, api_key=api_key, transport=transport, max_retries=max_retries, random=random or Random()
         )
+        self.url, self.secrets = self._client.url, self._client.secrets
+        """Where the server is, without a name and password; and what must not be shown to others."""
         self.dialect = dialect
         self.renderer = renderer
         self._malformed = 0

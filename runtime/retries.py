@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointTimeout
-from turngate.runtime.transport import OpenReply, Reply, Transport
+from turngate.runtime.transport import HttpTransport, OpenReply, Reply, Transport
+from turngate.runtime.urls import credentials, shown_url
 
 __all__ = ["RetryingClient", "scrub"]
 
@@ -42,19 +43,21 @@ class RetryingClient:
     # State: the counters, changed by requests.
 
     def __init__(
-        self, url: str, transport: Transport, *, max_retries: int, random: Random, secrets: Sequence[str] = ()
+        self, url: str, *, api_key: str | None, transport: Transport | None, max_retries: int, random: Random
     ) -> None:
-        """Hold the parts; `secrets` are left out of what is told of the server's words.
+        """Prepare to post below `url`. Args: transport: replaces HTTP.
 
-        Raises: ConfigError: `max_retries` is negative.
+        Raises: ConfigError: the URL cannot work, or says who we are beside the key; `max_retries` is negative.
         """
         if max_retries < 0:
             raise ConfigError(f"max_retries must be 0 or more: got {max_retries}")
-        self.url = url
-        self.transport = transport
+        headers, self.secrets = credentials(url, api_key)
+        """What must not be shown to others: the key, or what the URL says of who we are."""
+        self.transport = transport if transport is not None else HttpTransport(url, headers=headers)
+        self.url = shown_url(url)
+        """Where the server is; a name and password in the URL given are used, and never shown."""
         self._max_retries = max_retries
         self._random = random
-        self._secrets = secrets
         self.in_flight = self.completed = self.retries = 0
         self.refused = self.timeouts = self.failed = 0
         self.latency_s = 0.0
@@ -149,7 +152,7 @@ class RetryingClient:
 
     def _refuse_or_retry(self, reply: Reply | OpenReply, path: str) -> tuple[str, float]:
         """Return (what it says, seconds it wants us to wait) for a reply worth retrying; raise for any other."""
-        message = scrub(error_message(reply.body), self._secrets)
+        message = scrub(error_message(reply.body), self.secrets)
         if reply.status in _RETRIED_STATUSES or reply.status >= 500:
             return message, _retry_after_s(reply)
         self.refused += 1

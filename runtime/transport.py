@@ -101,7 +101,9 @@ class HttpTransport:
         """
         base = URL(url.rstrip("/"))
         if base.scheme not in ("http", "https") or not base.host:
-            raise ConfigError(f"url must be http(s)://host[:port]/path: got {url!r}; e.g. http://127.0.0.1:8000/v1")
+            raise ConfigError(
+                f"url must be http(s)://host[:port]/path: got {shown_url(url)!r}; e.g. http://127.0.0.1:8000/v1"
+            )
         self._base = str(base)
         # Identity: compressed replies would cost both sides CPU on a fast network.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}

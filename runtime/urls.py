@@ -1,18 +1,36 @@
-"""What a server's URL says of who we are: used to connect, and shown to nobody."""
+"""Who we are to a server, by a key or by its URL: used to connect, and shown to nobody."""
 
 from yarl import URL
 
-__all__ = ["shown_url", "url_secrets"]
+from turngate.runtime.errors import ConfigError
+
+__all__ = ["credentials", "shown_url"]
 
 
 def shown_url(url: str) -> str:
     """Return a URL as it may stand in messages and records: without a name and password, and without a last slash."""
     found = url.rstrip("/")
-    return str(URL(found).with_user(None)) if url_secrets(url) else found
+    return str(URL(found).with_user(None)) if _url_secrets(url) else found
 
 
-def url_secrets(url: str) -> tuple[str, ...]:
+def credentials(url: str, api_key: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return (headers that say who we are, what of that must not be shown).
+
+    Raises: ConfigError: the URL is none, or has a name and password, which say it too.
+    """
+    secrets = _url_secrets(url)
+    if not api_key:
+        return {}, secrets
+    if secrets:
+        raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
+    return {"Authorization": f"Bearer {api_key}"}, (api_key,)
+
+
+def _url_secrets(url: str) -> tuple[str, ...]:
     """Return the password that a URL carries, as written and decoded, and the name with it."""
-    found = URL(url)
+    try:
+        found = URL(url)
+    except ValueError as error:  # the URL itself is not told: where its password would be, nobody can say
+        raise ConfigError(f"url must be http(s)://host[:port]/path: {error}") from None
     parts = (found.raw_password, found.password, f"{found.raw_user}:{found.raw_password}" if found.raw_password else "")
     return tuple(part for part in parts if part)

@@ -9,6 +9,8 @@ import msgspec
 from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.json_ids import DECODE_ERRORS
+from turngate.runtime.retries import scrub
+from turngate.runtime.urls import credentials, shown_url
 
 __all__ = ["Admin", "AdminError", "AdminRefused"]
 
@@ -32,12 +34,17 @@ class Admin:
     """Control routes below the root of one server; a connection per call, as calls are rare."""
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
-        """Prepare to call below `url`; a /v1 at its end is left out. Raises: ConfigError: it is no URL."""
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must be http(s)://host[:port]: got {url!r}; e.g. http://127.0.0.1:8000")
-        self.api_key = api_key
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        """Prepare to call below `url`; a /v1 at its end is left out.
+
+        Raises: ConfigError: it is no URL, or says who we are beside the key.
+        """
+        self._root = url.rstrip("/").removesuffix("/v1")
+        if not self._root.startswith(("http://", "https://")):
+            raise ConfigError(f"url must be http(s)://host[:port]: got {shown_url(url)!r}; e.g. http://127.0.0.1:8000")
+        self.credentials = f"{self._root}/v1", api_key
+        """The URL of the API with all that it says, and the key: for asking the same server."""
+        self.url = shown_url(self._root)
+        self._headers, self._secrets = credentials(url, api_key)
 
     def __repr__(self) -> str:
         return f"<Admin {self.url}>"
@@ -67,7 +74,7 @@ class Admin:
                 # The caller's deadline bounds the call: loading large weights takes as long as it takes.
                 aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)) as session,
                 # A proxy may redirect; weights must not be "published" to a login page.
-                session.request(method, self.url + path, json=body, params=params, allow_redirects=False) as reply,
+                session.request(method, self._root + path, json=body, params=params, allow_redirects=False) as reply,
             ):
                 told, status = await reply.read(), reply.status
         except (aiohttp.ClientError, OSError) as error:
@@ -75,4 +82,6 @@ class Admin:
         if status == 200:
             return told
         kind = AdminError if status >= 500 else AdminRefused
-        raise kind(f"{where} must succeed: got status {status}: {error_message(told)}", status=status)
+        raise kind(
+            f"{where} must succeed: got status {status}: {scrub(error_message(told), self._secrets)}", status=status
+        )

@@ -50,7 +50,8 @@ async def score_by_echo(admin: Admin, model: str | None, token_ids: Sequence[int
     """
     if model is None:
         model = next(iter(await served_models(admin)), "")
-    async with Endpoint(admin.url + "/v1", model=model, api_key=admin.api_key, max_retries=2) as endpoint:
+    url, api_key = admin.credentials
+    async with Endpoint(url, model=model, api_key=api_key, max_retries=2) as endpoint:
         return await endpoint.score(token_ids, timeout_s=timeout_s)
 
 
@@ -76,7 +77,8 @@ async def score_by_alternatives(
         "logprobs": _ALTERNATIVES,
         "return_tokens_as_token_ids": True,
     }
-    async with Endpoint(admin.url + "/v1", model=model, api_key=admin.api_key, max_retries=2) as endpoint:
+    url, api_key = admin.credentials
+    async with Endpoint(url, model=model, api_key=api_key, max_retries=2) as endpoint:
         told = await endpoint.request("/completions", msgspec.json.encode(body), timeout_s=timeout_s)
     choices = sorted(admin.decode(told, _Choices, "/v1/completions").choices, key=lambda choice: choice.index)
     if len(choices) != len(token_ids) - 1:
