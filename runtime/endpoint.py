@@ -16,10 +16,11 @@ from turngate.runtime.errors import ConfigError, MalformedReply
 from turngate.runtime.json_ids import JsonIds
 from turngate.runtime.rendering import Renderer
 from turngate.runtime.resending import resend_aborted
-from turngate.runtime.retries import RetryingClient, scrub
+from turngate.runtime.retries import RetryingClient
 from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.transport import Transport
 from turngate.runtime.types import Completion, Message, Sampling
+from turngate.runtime.urls import scrub
 from turngate.runtime.weights import WeightPublisher
 from turngate.runtime.wire import (
     ChatReply,

@@ -3,7 +3,7 @@
 import asyncio
 import email.utils
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from random import Random
 from typing import TypeVar
@@ -11,9 +11,9 @@ from typing import TypeVar
 from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointTimeout
 from turngate.runtime.transport import HttpTransport, OpenReply, Reply, Transport
-from turngate.runtime.urls import credentials, shown_url
+from turngate.runtime.urls import credentials, scrub, shown_url
 
-__all__ = ["RetryingClient", "scrub"]
+__all__ = ["RetryingClient"]
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429})
 """What a later attempt may cure, beside every 5xx."""
@@ -168,13 +168,6 @@ class RetryingClient:
     def _backoff_s(self, attempt: int) -> float:
         # Half of it jittered: enough to part the clients of a server that comes back, never a wait of nothing.
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0**attempt) * (0.5 + 0.5 * self._random.random())
-
-
-def scrub(text: str, secrets: Sequence[str]) -> str:
-    """Return a text without the secrets that a server may have put into it."""
-    for secret in secrets:
-        text = text.replace(secret, "[hidden]")
-    return text
 
 
 def _retry_after_s(reply: Reply | OpenReply) -> float:

@@ -1,10 +1,12 @@
 """Who we are to a server, by a key or by its URL: used to connect, and shown to nobody."""
 
+from collections.abc import Sequence
+
 from yarl import URL
 
 from turngate.runtime.errors import ConfigError
 
-__all__ = ["credentials", "shown_url"]
+__all__ = ["credentials", "scrub", "shown_url"]
 
 
 def shown_url(url: str) -> str:
@@ -24,6 +26,13 @@ def credentials(url: str, api_key: str | None) -> tuple[dict[str, str], tuple[st
     if secrets:
         raise ConfigError("api_key must not come with a name and password in the URL: expected one of them")
     return {"Authorization": f"Bearer {api_key}"}, (api_key,)
+
+
+def scrub(text: str, secrets: Sequence[str]) -> str:
+    """Return a text without the secrets that a server may have put into it."""
+    for secret in secrets:
+        text = text.replace(secret, "[hidden]")
+    return text
 
 
 def _url_secrets(url: str) -> tuple[str, ...]:

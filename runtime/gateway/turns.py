@@ -31,9 +31,9 @@ from turngate.runtime.gateway.sse import DONE, SSE_HEADERS, event_piece
 from turngate.runtime.gateway.steering import UNGUIDED, Steered, Steering
 from turngate.runtime.gateway.upstream import refusal_of
 from turngate.runtime.openai_api.refusals import RequestError
-from turngate.runtime.retries import scrub
 from turngate.runtime.session import Session
 from turngate.runtime.types import Completion, Message
+from turngate.runtime.urls import scrub
 
 __all__ = ["Works"]
 

@@ -9,11 +9,11 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError
 from turngate.runtime.json_ids import DECODE_ERRORS
+from turngate.runtime.urls import credentials, scrub, shown_url
 
 __all__ = [
     "MAX_REQUESTS",
@@ -132,18 +132,19 @@ class Asker:
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         """Prepare to ask below `url`, which usually ends in /v1.
 
-        Raises: ConfigError: `url` is not an http(s) URL, or the deadline is not positive.
+        Raises: ConfigError: `url` is not an http(s) URL, or says who we are beside the key, or the deadline is not
+            positive.
         """
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must be http(s)://host[:port]/path: got {url!r}; e.g. http://127.0.0.1:8000/v1")
+            raise ConfigError(
+                f"url must be http(s)://host[:port]/path: got {shown_url(url)!r}; e.g. http://127.0.0.1:8000/v1"
+            )
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive: got {timeout_s}")
-        given = URL(url.rstrip("/"))
-        self.url = str(given.with_user(None))
+        self._headers, self._secrets = credentials(url, api_key)
+        self.url = shown_url(url)
         """As shown: without a name and password."""
-        self._base = str(given)
-        self._key = api_key or ""
-        self._secrets = tuple(secret for secret in (self._key, given.raw_password, given.password) if secret)
+        self._base = url.rstrip("/")
         self._timeout_s = timeout_s
         self.requests = 0
         self.timeouts = 0
@@ -154,11 +155,8 @@ class Asker:
         return f"<Asker {self.url}, {self.requests} requests, {self.timeouts} timeouts>"
 
     async def __aenter__(self) -> Self:
-        headers = {"Accept-Encoding": "identity"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
         self._session = aiohttp.ClientSession(
-            headers=headers,
+            headers={"Accept-Encoding": "identity", **self._headers},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # a few bytes may unpack to gigabytes
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -213,9 +211,7 @@ class Asker:
         return Answer(status, headers, value, text, problem)
 
     def _shown(self, text: str) -> str:
-        for secret in self._secrets:  # some servers repeat the key that they refuse
-            text = text.replace(secret, "***")
-        return shown(text)
+        return shown(scrub(text, self._secrets))  # some servers repeat the key that they refuse
 
 
 async def together(*asked: Awaitable[T]) -> list[T]:

@@ -9,8 +9,7 @@ import msgspec
 from turngate.runtime.error_bodies import error_message
 from turngate.runtime.errors import ConfigError, PublishError, PublishRefused
 from turngate.runtime.json_ids import DECODE_ERRORS
-from turngate.runtime.retries import scrub
-from turngate.runtime.urls import credentials, shown_url
+from turngate.runtime.urls import credentials, scrub, shown_url
 
 __all__ = ["Admin", "AdminError", "AdminRefused"]
 
