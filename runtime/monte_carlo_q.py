@@ -9,10 +9,10 @@ from turngate.runtime.branch_budget import BranchLedger
 from turngate.runtime.continuation import Bootstrap, Player, side_by_side
 from turngate.runtime.errors import ConfigError, GuidanceError
 from turngate.runtime.guidance import DecisionPoint, QValues
+from turngate.runtime.guided_types import action_key
 from turngate.runtime.recorded_chat import chat_with
 from turngate.runtime.restarts import RestartPoint
 from turngate.runtime.runtime import Runtime
-from turngate.runtime.search import action_key
 from turngate.runtime.seeds import derive_seed
 from turngate.runtime.selection import soft_q
 from turngate.runtime.slots import Slots
