@@ -25,7 +25,7 @@ from turngate.runtime.gateway.guests import Guest, Guests
 from turngate.runtime.gateway.keys import GUIDED
 from turngate.runtime.gateway.session_routes import SessionRoutes
 from turngate.runtime.gateway.steering import GUIDANCE_HEADER, Steering
-from turngate.runtime.gateway.turns import Works
+from turngate.runtime.gateway.works import Works
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.openai_api.refusals import (
     JSON_HEADERS,

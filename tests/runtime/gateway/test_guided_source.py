@@ -14,7 +14,7 @@ from turngate.runtime.gateway.config import GatewayConfig
 from turngate.runtime.gateway.exchange import Exchange
 from turngate.runtime.gateway.guests import Guests
 from turngate.runtime.gateway.steering import Steering
-from turngate.runtime.gateway.turns import Works
+from turngate.runtime.gateway.works import Works
 from turngate.runtime.guidance import Guidance
 from turngate.runtime.openai_api.refusals import RequestError
 from turngate.runtime.session_table import SessionTable

@@ -363,7 +363,7 @@ async def test_a_bug_costs_one_request_and_nobody_waits_for_ever(monkeypatch, ca
     async with door_to() as door:
         session = door.session()
         with monkeypatch.context() as patch:
-            patch.setattr("turngate.runtime.gateway.turns.strip", broken)
+            patch.setattr("turngate.runtime.gateway.reply.strip", broken)
             status, told, _ = await door.post(CHAT_PATH, session.key, {**CHAT, "stream": stream})
         assert (status, told["error"]["message"]) == (500, "the gateway has a bug; see its log")
         assert "ZeroDivisionError" in caplog.text
