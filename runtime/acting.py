@@ -95,10 +95,9 @@ class Acting:
             generated so far, likewise. saved: the environment's state, where it was taken for the record anyway.
         Raises: EndpointError, as of `Endpoint.complete`. ToolError: the injection failed.
         """
-        injection, guidance = self._injection, self._guidance
-        if injection is not None and self.injects(turn):
-            return await self._inject(injection, shown, turn)
-        if guidance is None:
+        if self.injects(turn):
+            return await self._inject(shown, turn)
+        if (guidance := self._guidance) is None:
             return await self.sample(shown, sampling, turn)
         self._waits.wait_for("completion")
         asked_s = self._now()
@@ -142,10 +141,11 @@ class Acting:
         )
         return Sampled(completion, self._now() - asked_s)
 
-    async def _inject(self, injection: Injection, shown: Sequence[Message], turn: int) -> Sampled:
+    async def _inject(self, shown: Sequence[Message], turn: int) -> Sampled:
+        assert self._injection is not None
         self._waits.wait_for("injection")
         asked_s = self._now()
-        action = await self._calls.run("the injection", ToolError, injection.act, shown, self._seed, turn)
+        action = await self._calls.run("the injection", ToolError, self._injection.act, shown, self._seed, turn)
         self._injected += 1
         version = self._endpoint.policy_version
         completion = Completion(

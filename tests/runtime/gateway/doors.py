@@ -57,7 +57,7 @@ def _decoded(body):
 
 
 @asynccontextmanager
-async def door_to(say="hello", *, endpoint=None, table=None, **config):
+async def door_to(say="hello", *, endpoint=None, table=None, guidance=None, **config):
     """Open a gateway in front of a server that says so."""
     table = {"sampling": Sampling(max_tokens=64), **(table or {})}
     async with ScriptedServer(say) as server:
@@ -65,7 +65,7 @@ async def door_to(say="hello", *, endpoint=None, table=None, **config):
         async with Endpoint(server.url, **options) as upstream:
             sessions = SessionTable(upstream, **table)
             settings = GatewayConfig(**{"admin_key": ADMIN, **config})
-            async with Gateway(sessions, settings) as gateway, aiohttp.ClientSession() as http:
+            async with Gateway(sessions, settings, guidance=guidance) as gateway, aiohttp.ClientSession() as http:
                 yield Door(server, upstream, gateway, http)
 
 

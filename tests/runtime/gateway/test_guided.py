@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
@@ -24,7 +23,6 @@ from turngate.runtime.testing.endpoints import fake_reply
 from turngate.runtime.testing.renderers import FakeRenderer
 from turngate.runtime.testing.scripted_server import Said
 from turngate.runtime.transport import Reply
-from turngate.runtime.types import Sampling
 
 GUIDED = {**CHAT, "model": "base@guided"}
 
@@ -43,15 +41,7 @@ def cycle(*said):
 
 
 def door(say, q=by_length, **options):
-    table = {"sampling": Sampling(max_tokens=64), "guidance": None, **options.pop("table", {})}
-    return _door(say, guidance(q, **options.pop("guidance", {})), table, options)
-
-
-@asynccontextmanager
-async def _door(say, service, table, options):
-    async with door_to(say, table=table, **options) as opened:
-        opened.gateway._works.steering.guidance = service
-        yield opened
+    return door_to(say, **{**options, "guidance": guidance(q, **options.get("guidance", {}))})
 
 
 async def test_the_guided_model_gives_the_best_draw_and_the_record_says_how():
