@@ -11,6 +11,7 @@ from turngate.runtime.transcript import read_trajectories
 
 SCRIPT = """
 import asyncio
+import os
 from turngate.envs.base import End, Observation, Step, Task
 
 
@@ -19,15 +20,19 @@ def tasks(n, seed):
 
 
 class Once:
-    def __init__(self, wait_s=0.0):
-        self.wait_s = wait_s
+    played = 0
+
+    def __init__(self, hold=""):
+        self.hold = hold
 
     async def reset(self, task, seed):
         self.wins = task.id.endswith(("0", "2"))
         return Observation(task.prompt)
 
     async def step(self, action):
-        await asyncio.sleep(self.wait_s)
+        Once.played += 1
+        while Once.played > 5 and os.path.exists(self.hold):  # five episodes, and no more until the file is gone
+            await asyncio.sleep(0.01)
         return Step(Observation("ok"), {"outcome": float(self.wins)}, End.success if self.wins else End.failure)
 
     async def aclose(self): ...
@@ -125,10 +130,12 @@ def test_what_cannot_work_is_explained_without_a_traceback(asked, capsys, more, 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_evaluation_leaves_a_file_that_the_next_one_goes_on_with(asked, tmp_path, capsys, number, code):
     asked[6] = "40"
-    slow = [*asked, "--max-concurrent", "2", "--env-options", '{"wait_s": 0.02}']
+    hold = tmp_path / "hold"
+    hold.touch()
+    held = [*asked, "--max-concurrent", "2", "--env-options", json.dumps({"hold": str(hold)})]
     command = [sys.executable, "-c", "import sys; from turngate.runtime.cli import main; sys.exit(main(sys.argv[1:]))"]
     out = tmp_path / "out.jsonl"
-    with subprocess.Popen([*command, "evaluate", *slow], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, "evaluate", *held], stderr=subprocess.PIPE, text=True) as process:
         while not (out.exists() and out.stat().st_size):
             assert process.poll() is None
             os.sched_yield()
@@ -138,5 +145,6 @@ def test_an_interrupted_evaluation_leaves_a_file_that_the_next_one_goes_on_with(
     assert "the same command goes on" in said
     played = len(list(read_trajectories(out)))
     assert 0 < played < 40
-    assert cli.main(["evaluate", *slow]) == 0
+    hold.unlink()
+    assert cli.main(["evaluate", *held]) == 0
     assert last_line(capsys)["episodes"] == 40

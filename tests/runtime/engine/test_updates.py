@@ -83,9 +83,9 @@ async def test_update_in_flight_labels_every_token_with_the_weights_that_drew_it
             versions[version].save_weights(tmp_path / f"{version}.safetensors")
             await publisher.publish(tmp_path / f"{version}.safetensors", version)
 
-    publishing = asyncio.create_task(publish_all())
-    choices: list[dict] = []
     numbers = itertools.count()
+    choices = [await sample(next(numbers))]  # before any update, on a busy machine, too
+    publishing = asyncio.create_task(publish_all())
     while not publishing.done() or len(choices) < 64:
         choices += await asyncio.gather(*(sample(next(numbers)) for _ in range(16)))
     await publishing
