@@ -12,6 +12,7 @@ from turngate.runtime.selection import (
     enumerated_probs,
     kl_to_base,
     log_selection_weight,
+    pick,
     selection_probs,
     soft_q,
     soft_success,
@@ -207,3 +208,7 @@ def test_a_kl_is_never_below_zero_by_rounding():
     for number in range(1, 200):
         logs = [math.log(number / 200), math.log(1 - number / 200)]
         assert kl_to_base([math.exp(lp) for lp in logs], logs) >= 0
+
+
+def test_a_weight_of_nothing_is_never_picked_however_the_others_were_rounded():
+    assert {pick([0.25, 0.0], seed) for seed in range(50)} == {0}

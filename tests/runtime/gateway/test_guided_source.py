@@ -56,11 +56,9 @@ def test_a_guided_reply_cancelled_at_any_tick_leaves_nothing_behind(mode, option
         state["made"] = endpoint.statistics().completed
 
     def check(tick):
-        _, guest, endpoint, guidance = state["works"]
+        _, guest, endpoint, _ = state["works"]
         assert endpoint.statistics().in_flight == 0
         assert guest.session.turns == 0
-        found = guidance.statistics()
-        assert found.decisions == found.guided + sum(found.fallbacks.values())
 
     assert cancel_at_every_tick(play, check) > 3
     assert state["made"] == 3 * options.get("n", 1)
