@@ -25,6 +25,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     tiny = functools.partial(shopping_policy, config=CloningConfig(steps=4), settling=CloningConfig(steps=4))
     monkeypatch.setattr(module, "shopping_policy", tiny)
+    monkeypatch.setattr(module, "MC_DRAWS", 2)
+    monkeypatch.setattr(module, "MC_CONTINUATIONS", 1)
     return module
 
 
@@ -32,18 +34,13 @@ def arguments(run_dir: Path, **changes: object) -> argparse.Namespace:
     settings = {
         "seeds": [3],
         "episodes": 24,
-        "epochs": 1,
-        "action_weight": 5.0,
         "tasks": 4,
         "betas": [5.0],
         "draws": 2,
         "top_k": 3,
         "mc_tasks": 1,
-        "mc_draws": 2,
-        "continuations": 1,
         "compare": 2,
         "run_dir": str(run_dir),
-        "warm_starts": None,
         "plot_only": False,
         "json": str(run_dir / "figures.json"),
     }
@@ -83,29 +80,20 @@ def test_figures_of_other_settings_are_not_mixed(script, tmp_path):
     script.require_same_settings(tmp_path / "seed3", arguments(tmp_path, compare=0))
     with pytest.raises(SystemExit, match=r"other settings: episodes 24, not 48; mc_tasks 1, not 2\. Choose"):
         script.main(arguments(tmp_path, episodes=48, mc_tasks=2))
-    with pytest.raises(SystemExit, match="other settings: warm_starts made here, not "):
-        script.require_same_settings(tmp_path / "seed3", arguments(tmp_path, warm_starts=str(tmp_path)))
 
 
-def test_what_cannot_work_is_refused_before_anything_runs(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "run_seed", lambda *ignored: pytest.fail("it ran"))
-    with pytest.raises(SystemExit, match=r"--warm-starts must hold a model for every seed: .*seed3 is missing"):
-        script.main(arguments(tmp_path / "runs", warm_starts=str(tmp_path)))
+def test_nothing_is_compared_where_nothing_was_measured(script, tmp_path):
     with pytest.raises(SystemExit, match="nothing is measured yet in "):
         script.main(arguments(tmp_path / "runs", plot_only=True))
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "said"), [("0", "must be at least 1: got 0"), ("-1", "got -1"), ("x", "invalid literal")]
-)
-def test_options_are_read_as_what_they_must_be(script, text, said):
-    with pytest.raises((argparse.ArgumentTypeError, ValueError), match=said):
-        script.number(int, 1)(text)
-    for odd in ("nan", "inf", "0"):
-        with pytest.raises(argparse.ArgumentTypeError, match="must be above 0"):
-            script.number(float, 0, above=True)(odd)
-    assert script.number(int, 1)("1") == 1
+@pytest.mark.parametrize("odd", ["0", "-1", "nan", "inf"])
+def test_options_are_read_as_what_they_must_be(script, odd):
+    for read in (script.positive, script.count):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"must be above 0: got {odd}"):
+            read(odd)
+    assert (script.positive("0.5"), script.count("1")) == (0.5, 1)
 
 
 def test_ctrl_c_says_how_to_go_on(script, tmp_path, monkeypatch):
@@ -120,11 +108,11 @@ def test_ctrl_c_says_how_to_go_on(script, tmp_path, monkeypatch):
 def test_more_betas_are_added_to_what_is_there(script, tmp_path):
     cell = script.Cell(method="base", beta=0.0, successes=1, scored=4, kl=0.0, tokens=9.0)
     better = script.Cell(method="turn", beta=5.0, successes=3, scored=4, kl=0.5, distinct=2.0, tokens=70.0)
-    for seed, cells in ((1, [cell, better]), (2, [cell])):
+    for seed, cells in ((1, [better, cell]), (2, [cell])):
         folder = tmp_path / f"seed{seed}"
         folder.mkdir()
         (folder / "cells.jsonl").write_bytes(b"".join(script.msgspec.json.encode(c) + b"\n" for c in cells))
-    rows = script.summarise([tmp_path / "seed1", tmp_path / "seed2"])
+    rows = script.summarise([script.cells_of(tmp_path / "seed1"), script.cells_of(tmp_path / "seed2")])
     assert [(row["seeds"], row["success"], row["gain"]) for row in rows] == [(2, 0.25, 0.0), (1, 0.75, 0.5)]
     assert rows[0]["gain_se"] == 0.0
     assert rows[1]["gain_se"] is None
