@@ -1,4 +1,4 @@
-"""A reply on its way: from its source to the agent, and as a turn into the record."""
+"""How a request is answered: from a source into its exchange, and as a turn into the record."""
 
 import asyncio
 import logging
