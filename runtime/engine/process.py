@@ -27,14 +27,19 @@ import msgspec
 from turngate.runtime.engine.config import EngineConfig
 from turngate.runtime.errors import ConfigError, EndpointError
 
-__all__ = ["EngineProcess", "main"]
+__all__ = ["CHILD_ENVIRONMENT", "EngineProcess", "main"]
 
 _STOP_TIMEOUT_S = 5.0
 """A child that has not stopped by then is killed; open requests are cut, not served, so this is generous."""
 _STDERR_TAIL_BYTES = 4096
-_KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(128 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
-"""glibc gives blocks as large as a step's back to the system at once, to ask for them again in the next: without these
-a third of a guided step goes into page faults. Others ignore them."""
+CHILD_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+}
+"""Of the child, where nobody says otherwise: one thread, and memory that it keeps. glibc gives blocks as large as a
+step's back to the system at once, to ask for them again in the next: up to a third of a guided step went into page
+faults. Others ignore that."""
 
 # sys.path travels as with multiprocessing: the parent may have found turngate in ways the child cannot guess.
 _BOOT = (
@@ -92,7 +97,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=self._stderr,
-                env={"OMP_NUM_THREADS": "1", **_KEEP_MEMORY, **os.environ},
+                env={**CHILD_ENVIRONMENT, **os.environ},
                 process_group=0,  # Ctrl-C reaches the parent only; it decides when the engine stops
             )
             ready = await self._handshake(self._process)
