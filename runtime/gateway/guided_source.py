@@ -27,9 +27,10 @@ from turngate.runtime.unwrap import single_errors
 __all__ = ["GuidedSource"]
 
 _encode = msgspec.json.Encoder().encode
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_chat_chunk = msgspec.json.Decoder(ChatChunk).decode
 _decode_text_chunk = msgspec.json.Decoder(TextChunk).decode
+_OF_THE_REPLY = ("n", "best_of", "stream", "stream_options")
+"""Fields that say how many choices come, and how: of the reply that the agent gets, and not of a draw."""
 
 
 class _Reply(NamedTuple):
@@ -102,7 +103,6 @@ class GuidedSource:
         async def ask(at: int, seed: int) -> Completion:
             source = ServerSource(
                 self._endpoint,
-                "/completions" if self._is_text else "/chat/completions",
                 lambda: self._body(prompt, seed),
                 choices=1,
                 timeout_s=self._timeout_s,
@@ -127,19 +127,15 @@ class GuidedSource:
 
     def _body(self, prompt: object, seed: int) -> bytes:
         """Return the request for one draw; made when it is sent, as the model's name may change with its version."""
-        endpoint, ask = self._endpoint, self._ask
-        if isinstance(ask, ChatAsk):
-            body = chat_body(self._fields, ask, self._drawing, model=endpoint.model, dialect=endpoint.dialect)
-        else:
-            body = text_body(self._fields, ask, self._drawing, model=endpoint.model, dialect=endpoint.dialect)
-        edited: dict[str, Any] = dict(_decode_fields(body))
-        for name in ("n", "best_of", "stream", "stream_options"):
-            edited.pop(name, None)
-        if endpoint.dialect.seed or "seed" in edited:  # the agent's own, sent with each, would draw the same each time
-            edited["seed"] = seed
+        fields = {name: value for name, value in self._fields.items() if name not in _OF_THE_REPLY}
+        if "seed" in fields:  # the agent's own, sent with each, would draw the same each time
+            fields["seed"] = msgspec.Raw(b"%d" % seed)
         if prompt is not None:
-            edited["prompt"] = prompt
-        return _encode(edited)
+            fields["prompt"] = msgspec.Raw(_encode(prompt))
+        drawing, model, dialect = self._drawing._replace(seed=seed), self._endpoint.model, self._endpoint.dialect
+        if isinstance(self._ask, ChatAsk):
+            return chat_body(fields, self._ask, drawing, model=model, dialect=dialect)
+        return text_body(fields, self._ask, drawing, model=model, dialect=dialect)
 
     def _merged(self) -> dict[str, Any]:
         """Return one reply that holds all choices."""

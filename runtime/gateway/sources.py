@@ -64,7 +64,6 @@ class ServerSource:
     def __init__(
         self,
         endpoint: Endpoint,
-        path: str,
         make_body: Callable[[], bytes],
         *,
         choices: int,
@@ -77,7 +76,8 @@ class ServerSource:
         ids: servers that spell ids out do not repeat them.
         """
         self._prompt = prompt
-        self._endpoint, self._path, self._make_body, self._timeout_s = endpoint, path, make_body, timeout_s
+        self._endpoint, self._make_body, self._timeout_s = endpoint, make_body, timeout_s
+        self._path = "/completions" if is_text else "/chat/completions"
         self._is_text = is_text
         self._choices = choices
         self._collected = CollectedText(choices) if is_text else CollectedChat(choices)

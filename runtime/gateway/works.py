@@ -79,7 +79,6 @@ class Works:
             else:
                 source = ServerSource(
                     endpoint,
-                    "/completions",
                     lambda: text_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect),
                     choices=choices,
                     timeout_s=timeout_s,
@@ -149,7 +148,6 @@ class Works:
         elif isinstance(endpoint, Endpoint) and is_servers:
             source = ServerSource(
                 endpoint,
-                "/chat/completions",
                 lambda: chat_body(fields, ask, drawing, model=endpoint.model, dialect=endpoint.dialect),
                 choices=ask.n or 1,
                 timeout_s=timeout_s,
