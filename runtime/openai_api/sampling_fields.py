@@ -3,7 +3,7 @@ them alike."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -83,12 +83,10 @@ def prompts_of(prompt: str | list[str | int | list[int]], param: str = "prompt")
         return [prompt]
     if not prompt:
         raise RequestError(f"{param} must not be empty: expected a text or token ids, got []", param=param)
-    if all(isinstance(entry, int) for entry in prompt):
-        return [[entry for entry in prompt if isinstance(entry, int)]]
-    prompts: list[str | list[int]] = [entry for entry in prompt if not isinstance(entry, int)]
-    if len(prompts) < len(prompt) or len({type(entry) for entry in prompts}) > 1:
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
         raise RequestError(
             f"{param} must be one kind of thing: expected texts, token ids or lists of token ids, got a mixture",
             param=param,
         )
-    return prompts
+    return cast("list[str | list[int]]", [prompt] if kinds == {int} else prompt)
