@@ -8,14 +8,12 @@ Synchronous and single-threaded: one thread calls `submit`, `cancel`, `swap_weig
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from turngate.runtime.engine.cache import BLOCK
+from turngate.runtime.engine.admission import Admission, Admitted
 from turngate.runtime.engine.counters import Counters
 from turngate.runtime.engine.guidance import tilt_of
 from turngate.runtime.engine.incremental import Span
@@ -32,27 +30,15 @@ __all__ = ["Batcher"]
 
 _MAX_WAVES = 4
 """Prefills in one step. Requests that share a new prefix wait for the first of them, one wave each."""
-_SHARED_BLOCKS = 2
-"""New blocks two requests must share for one to wait for the other: less is cheaper to compute twice."""
 _SEED_MASK = (1 << 64) - 1
-
-
-class _Admitted(NamedTuple):
-    """A request that joins, and what is to be run of its prompt."""
-
-    sequence: LiveSequence
-    span: Span | None
-    """By the policy; None where only the value of a critic is wanted."""
-    value_span: Span | None
-    """By a critic beside the policy; None where it does not follow."""
 
 
 class Batcher:
     """Decodes many sequences together. Not thread-safe: one thread drives it.
 
-    Mutable state: the waiting queues, of which that of values goes first; the running sequences, which fill rows 0 to
-    R - 1 without gaps; all of them by id; per-row token, position and sampling columns; the key-value rows with their
-    prefix cache, and those of a critic; the policy version; counters.
+    Mutable state: the requests that wait; the running sequences, which fill rows 0 to R - 1 without gaps; all of them
+    by id; per-row token, position and sampling columns; the key-value rows with their prefix cache, and those of a
+    critic; the policy version; counters.
     """
 
     def __init__(
@@ -82,8 +68,7 @@ class Batcher:
             self._rows, critic, kind=value_kind, rows=rows, max_cached_tokens=cached, version=value_version
         )
         self._policy_version = policy_version
-        self._waiting: deque[LiveSequence] = deque()
-        self._waiting_values: deque[LiveSequence] = deque()
+        self._waiting = Admission(self._rows, self._values)
         self._running: list[LiveSequence] = []
         self._live: dict[int, LiveSequence] = {}
         self._tokens = np.zeros(rows, dtype=np.int64)
@@ -94,7 +79,7 @@ class Batcher:
         self._counts = Counters(clock)
 
     def __repr__(self) -> str:
-        return f"<Batcher {len(self._running)} running, {self._waiting_count} waiting, version {self._policy_version}>"
+        return f"<Batcher {len(self._running)} running, {len(self._waiting)} waiting, version {self._policy_version}>"
 
     @property
     def policy_version(self) -> int:
@@ -120,7 +105,7 @@ class Batcher:
         seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
         sequence = LiveSequence(self._next_id, request, seed & _SEED_MASK, self._tokenizer, context)
         self._next_id += 1
-        self._queue_of(sequence).append(sequence)
+        self._waiting.put(sequence)
         self._live[sequence.id] = sequence
         return sequence.id
 
@@ -130,7 +115,7 @@ class Batcher:
         if sequence is None:
             return False
         if sequence.row < 0:
-            self._queue_of(sequence).remove(sequence)
+            self._waiting.remove(sequence)
         else:
             self._release([sequence])
         self._counts.cancelled += 1
@@ -179,7 +164,7 @@ class Batcher:
 
     def statistics(self) -> BatcherStatistics:
         """Return counts and present load."""
-        return self._counts.statistics(len(self._running), self._waiting_count, self._policy_version, self._rows.cache)
+        return self._counts.statistics(len(self._running), len(self._waiting), self._policy_version, self._rows.cache)
 
     @property
     def value_version(self) -> int:
@@ -187,70 +172,16 @@ class Batcher:
         return self._values.version if self._values.has_own_rows else self._policy_version
 
     def _admit(self, out: list[Progress | Finished]) -> None:
-        """Fill free rows from the queue, in waves: a later wave finds in the cache what an earlier one computed."""
+        """Fill free rows, in waves: a later wave finds in the cache what an earlier one computed."""
         budget = self.config.max_prefill_tokens
         for _ in range(_MAX_WAVES):
-            wave, budget = self._next_wave(budget)
+            wave = self._waiting.next_wave(range(len(self._running), self.config.max_running), budget)
             if not wave:
                 return
+            budget -= sum(one.new_tokens for one in wave)
             self._prefill(wave, out)
 
-    def _next_wave(self, budget: int) -> tuple[list[_Admitted], int]:
-        """Take requests that fit the free rows and the budget and share no new prefix with one another.
-
-        Returns them, with what is to be run of each, and the budget that is left.
-        """
-        wave: list[_Admitted] = []
-        deferred: list[LiveSequence] = []
-        new_keys: set[int] = set()
-        free = self.config.max_running - len(self._running)
-        while (queue := self._waiting_values or self._waiting) and len(wave) < free and budget > 0:
-            sequence = queue.popleft()
-            known = {
-                rows: (None, 0) if sequence.request.echo else rows.cache.find(sequence.ids, sequence.keys)
-                for rows in self._models_of(sequence)
-            }
-            lengths = [length for _, length in known.values()]
-            if self.config.max_cached_tokens and self._is_worth_waiting(sequence, min(lengths), new_keys):
-                deferred.append(sequence)
-                continue
-            sequence.row = len(self._running) + len(wave)
-            self._count_prompt(sequence, lengths[0])
-            spans = {rows: rows.place(sequence.row, sequence.ids, *found) for rows, found in known.items()}
-            of_critic = spans.get(self._values.rows) if self._values.has_own_rows else None
-            wave.append(_Admitted(sequence, spans.get(self._rows), of_critic))
-            new_keys.update(sequence.keys)
-            budget -= sum(len(span.ids) for span in spans.values())
-        for sequence in reversed(deferred):
-            self._queue_of(sequence).appendleft(sequence)
-        return wave, budget
-
-    def _queue_of(self, sequence: LiveSequence) -> deque[LiveSequence]:
-        """Return where a sequence waits. Values go first: they take one step, and whole decisions wait for them."""
-        return self._waiting_values if sequence.request.value else self._waiting
-
-    @property
-    def _waiting_count(self) -> int:
-        return len(self._waiting) + len(self._waiting_values)
-
-    def _models_of(self, sequence: LiveSequence) -> list[CachedRows]:
-        """Return which models run a prompt: the policy, unless only a critic's value is wanted, and the critic."""
-        has_critic = sequence.wants_values and self._values.has_own_rows
-        policy = [] if has_critic and sequence.request.value else [self._rows]
-        return [*policy, self._values.rows] if has_critic else policy
-
-    def _is_worth_waiting(self, sequence: LiveSequence, cached: int, new_keys: set[int]) -> bool:
-        """True when another request of this wave is about to compute blocks this one needs too."""
-        known = cached // BLOCK
-        wanted = min(known + _SHARED_BLOCKS, len(sequence.keys))
-        return not sequence.request.echo and wanted > known and sequence.keys[wanted - 1] in new_keys
-
-    def _count_prompt(self, sequence: LiveSequence, cached: int) -> None:
-        sequence.cached_tokens = cached
-        self._counts.prompt_tokens += sequence.prompt_length
-        self._counts.cached_tokens += cached
-
-    def _prefill(self, wave: list[_Admitted], out: list[Progress | Finished]) -> None:
+    def _prefill(self, wave: list[Admitted], out: list[Progress | Finished]) -> None:
         """Run the prompts of a wave, score echoed ones, read values, and draw everyone's first token."""
         hidden = self._prefill_hidden(wave)
         first = len(self._running)
@@ -268,7 +199,7 @@ class Batcher:
                 sequence.value = float(self._values.of_prefixes([sequence.row])[0])
         self._advance(first, len(self._running), self._rows.engine.logits(hidden), out)
 
-    def _prefill_hidden(self, wave: list[_Admitted]) -> torch.Tensor:
+    def _prefill_hidden(self, wave: list[Admitted]) -> torch.Tensor:
         """Return the policy's final states after each prompt, shape (wave, width); zeros where it did not run."""
         engine = self._rows.engine
         hidden = torch.zeros(len(wave), self._model.config.width, device=self._model.embed.weight.device)
@@ -297,6 +228,8 @@ class Batcher:
         row, request = sequence.row, sequence.request
         assert row == len(self._running)
         self._running.append(sequence)
+        self._counts.prompt_tokens += sequence.prompt_length
+        self._counts.cached_tokens += sequence.cached_tokens
         self._positions[row] = sequence.prompt_length - 1
         self._sampling.temperature[row] = request.temperature
         self._sampling.top_p[row] = request.top_p
