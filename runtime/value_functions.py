@@ -89,17 +89,12 @@ class ValueCalls:
         """Return one value per candidate, or why there are none."""
         shown = tuple(_copied(completion) for completion in completions)
 
-        async def ask() -> QValues:
+        async def ask() -> Values:
             found = await self.q(point, shown)
             return _checked(found if isinstance(found, QValues) else QValues(found), len(shown))
 
         found, why = await self.outcome_of(f"value function {self.name}", point, ask)
-        if found is None:
-            return Values(why=why)
-        if (count := len(found.values)) != len(completions):
-            why = f"malformed: {count} values for {len(completions)} candidates"
-            return Values(version=found.version, why=why)
-        return Values(found.values, found.version)
+        return Values(why=why) if found is None else found
 
     async def outcome_of(
         self, what: str, point: DecisionPoint, ask: Callable[[], Awaitable[T]]
@@ -125,17 +120,17 @@ def checked_beta(value: object, where: str) -> float:
     return beta
 
 
-def _checked(found: QValues, count: int) -> QValues:
-    """Return values as plain numbers; as they came where there are not `count`. Raises: GuidanceError: no numbers."""
+def _checked(found: QValues, count: int) -> Values:
+    """Return values as plain numbers, one per candidate. Raises: GuidanceError: they are no numbers."""
     values: object = found.values
     if isinstance(values, (str, bytes, Mapping, Set)):  # they have a length, and items that could be read as numbers
         raise GuidanceError(f"values must be numbers in the order of the candidates: got a {type(values).__name__}")
     version = operator.index(found.version)
-    if len(found.values) != count:  # before converting: it could be endless
-        return QValues(found.values, version)
+    if (given := len(found.values)) != count:  # before converting: it could be endless
+        return Values(version=version, why=f"malformed: {given} values for {count} candidates")
     if any(isinstance(value, (str, bytes)) for value in cast(Sequence[object], found.values)):
         raise GuidanceError("values must be numbers: got texts")
-    return QValues([float(value) for value in found.values], version)
+    return Values([float(value) for value in found.values], version)
 
 
 def _copied(completion: Completion) -> Completion:
