@@ -205,6 +205,7 @@ async def test_every_choice_is_a_decision_of_its_own():
         _, texts, _ = await d.post("/v1/completions", session.key, prompts)
         turns = session.seal().turns
         asked = [request["prompt"] for request in d.server.requests if "prompt" in request]
+    assert not any("n" in request for request in d.server.requests)
     assert status == 200
     assert [choice["index"] for choice in told["choices"]] == [0, 1, 2]
     assert len(texts["choices"]) == 4

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import anyio
 import pytest
 
 from tests.runtime.publishers.conftest import canary
@@ -109,6 +110,28 @@ async def test_what_a_failed_publication_says_of_the_server_is_so(server, publis
     server.failures.clear()
     await publisher.publish(weights(2), 2)
     assert (server.generate(), server.running.is_set()) == (canary(2), True)
+
+
+async def test_weights_are_never_put_back_into_a_server_that_is_not_held(server, publisher, weights):
+    publisher._attempts = 1
+    server.failures["/collective_rpc"] = [Failure(-1)]
+    with pytest.raises(PublishError, match="the new weights may be serving under the old version's name"):
+        await publisher.publish(weights(1), 1)
+    server.failures["/pause"] = [Failure(500)]
+    server.calls.clear()
+    with pytest.raises(PublishError, match="the new weights may be serving under the old version's name"):
+        await publisher.publish(weights(2), 2)
+    assert "/collective_rpc" not in server.calls
+
+
+async def test_a_server_goes_on_although_the_scope_around_a_publication_is_cancelled(server, publisher, weights):
+    server.failures["/collective_rpc"] = [Failure(-1)]
+    async with anyio.create_task_group() as group:
+        group.start_soon(publisher.publish, weights(1), 1)
+        await server.called("/collective_rpc")
+        group.cancel_scope.cancel()
+    assert server.running.is_set()
+    assert server.generate() == server.loaded
 
 
 async def test_a_server_that_can_load_nothing_any_more_is_said_to_be_unknown(server, publisher, weights):
