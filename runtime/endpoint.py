@@ -28,14 +28,12 @@ from turngate.runtime.wire import (
     TextReply,
     TextRequest,
     Usage,
-    chat_completion,
-    check_logprobs,
     decode_reply,
-    text_completion,
     wire_messages,
     wire_tools,
 )
 from turngate.runtime.wire_guidance import asked_guidance, with_guided_tokens
+from turngate.runtime.wire_replies import chat_completion, check_logprobs, text_completion
 
 __all__ = ["ChatEndpoint", "Endpoint", "EndpointStatistics"]
 

@@ -17,11 +17,8 @@ from turngate.runtime.wire import (
     TextLogprobs,
     WireFunction,
     WireToolCall,
-    check_finished,
-    choice_completion,
-    prompt_ids,
-    spelled_ids,
 )
+from turngate.runtime.wire_replies import check_finished, choice_completion, prompt_ids, spelled_ids
 
 __all__ = ["Arrival", "CollectedChat", "CollectedText"]
 

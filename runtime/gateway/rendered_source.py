@@ -32,7 +32,7 @@ from turngate.runtime.session import Session
 from turngate.runtime.token_conversation import TokenConversation
 from turngate.runtime.types import Completion, Message, Sampling
 from turngate.runtime.unwrap import single_errors
-from turngate.runtime.wire import check_prompt
+from turngate.runtime.wire_replies import check_prompt
 
 __all__ = ["RenderedSource", "offered_tools"]
 

@@ -16,14 +16,8 @@ from turngate.runtime.gateway.sse import DONE, event_data
 from turngate.runtime.gateway.upstream import arrival
 from turngate.runtime.resending import resend_aborted
 from turngate.runtime.types import Completion
-from turngate.runtime.wire import (
-    ChatReply,
-    TextReply,
-    Usage,
-    choice_completion,
-    decode_reply,
-    prompt_ids,
-)
+from turngate.runtime.wire import ChatReply, TextReply, Usage, decode_reply
+from turngate.runtime.wire_replies import choice_completion, prompt_ids
 
 __all__ = ["Chunk", "ServerSource", "Source", "Whole"]
 

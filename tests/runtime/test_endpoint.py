@@ -26,7 +26,7 @@ from turngate.runtime.testing.endpoints import fake_logprob, fake_reply
 from turngate.runtime.testing.hostile import answer, broken, hang, raw, reset, status
 from turngate.runtime.transport import Reply
 from turngate.runtime.types import Message, Sampling
-from turngate.runtime.wire import check_logprobs
+from turngate.runtime.wire_replies import check_logprobs
 
 ASK = [Message("system", "be brief"), Message("user", "hi")]
 SAMPLING = Sampling(max_tokens=8)
