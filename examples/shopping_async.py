@@ -47,7 +47,7 @@ async def improve(args: argparse.Namespace, run_dir: Path, model: Path) -> dict[
             group_size=8,
             groups_per_batch=16,
             max_staleness=args.max_staleness,
-            resume=args.resume,
+            resume=args.resume and (run_dir / "metrics.jsonl").exists(),  # there is one after the first update
             seed=args.seed,
         )
         print("4. The same held-out tasks after training", flush=True)
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
         if not args.resume:
             print("1. Warm start: cloning a scripted shopper that overlooks most of an item's faults", flush=True)
             shopping_policy(model, seed=args.seed)
-        go_on = f"go on from the newest checkpoint with --resume --run-dir {run_dir}"
+        go_on = f"go on with --resume --run-dir {run_dir}"
         figures = msgspec.json.encode(asyncio.run(improve(args, run_dir, model))).decode()
     except KeyboardInterrupt:
         raise SystemExit(f"\nstopped; {go_on}") from None

@@ -30,33 +30,37 @@ def arguments(run_dir: Path, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(run_dir=str(run_dir), **(settings | changes))
 
 
+def stopped(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("stopped_in", "go_on"),
     [
         ("shopping_policy", "nothing is kept, begin again"),
-        ("improve", "the newest checkpoint with --resume --run-dir .*"),
+        ("improve", "go on with --resume --run-dir .*"),
     ],
 )
 def test_ctrl_c_says_how_to_go_on(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_in: str, go_on: str
 ) -> None:
-    def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(script, "shopping_policy", lambda *_, **__: None)
     monkeypatch.setattr(script, stopped_in, stopped)
     with pytest.raises(SystemExit, match=f"^\nstopped; .*{go_on}$"):
         script.main(arguments(tmp_path))
 
 
-def test_the_script_warms_up_measures_trains_and_reports(
+def test_the_script_warms_up_is_stopped_goes_on_measures_trains_and_reports(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = functools.partial(shopping_policy, config=CloningConfig(steps=20), settling=CloningConfig(steps=20))
     monkeypatch.setattr(script, "shopping_policy", tiny)
     run_dir, figures = tmp_path / "run", tmp_path / "figures.json"
 
-    script.main(arguments(run_dir, json=str(figures)))
+    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="stopped"):
+        patched.setattr(script, "improve", stopped)
+        script.main(arguments(run_dir))
+    script.main(arguments(run_dir, json=str(figures), resume=True))
 
     said = capsys.readouterr().out
     last = json.loads(said.splitlines()[-1])
