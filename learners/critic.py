@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from turngate.learners.optimizers import MuonAdamW
 from turngate.learners.policy_model import TrainableModel, mark_value_kind, with_value_head
 from turngate.learners.value_losses import value_bce, value_loss_clipped
 from turngate.learners.voting import critic_handling
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.packing import Ints, pack
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.types import NO_TURN, Trajectory
@@ -27,7 +28,6 @@ from turngate.runtime.types import NO_TURN, Trajectory
 __all__ = [
     "Critic",
     "CriticConfig",
-    "ValueKind",
     "ValueReader",
     "ValueTargets",
     "after_actions",
@@ -35,10 +35,6 @@ __all__ = [
     "read_values",
     "with_value_head",
 ]
-
-ValueKind: TypeAlias = Literal["success", "scalar"]
-"""`success`: the head's logit is that of a success probability, trained by cross-entropy on returns within [0, 1].
-`scalar`: the head's output is the value itself, trained by clipped regression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +44,7 @@ class CriticConfig:
     place: Literal["separate", "trunk"] = "separate"
     """A model of its own, or a head on the policy's trunk: cheaper, and the two pull at the same features."""
     kind: ValueKind = "success"
+    """`success` is trained by cross-entropy on returns within [0, 1], `scalar` by clipped regression."""
     epochs: int = 2
     minibatches: int = 4
     """Of a separate critic: optimizer steps per pass over a batch."""

@@ -7,11 +7,12 @@ source (light, picklable) -> load -> model: score, values, parameters, save
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import msgspec
 from torch import Tensor, nn
 
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.model import CONFIG_FILE, PolicyModel, Scores
 from turngate.runtime.engine.packing import Packed
 from turngate.runtime.errors import ConfigError
@@ -168,7 +169,7 @@ def with_value_head(model: PolicyModel) -> PolicyModel:
     return headed
 
 
-def mark_value_kind(model: TrainableModel, kind: Literal["success", "scalar"]) -> None:
+def mark_value_kind(model: TrainableModel, kind: ValueKind) -> None:
     """Let a model's folder say what its value head puts out, so that whoever serves it reads it right."""
     if isinstance(model, PolicyModel):
         model.config = msgspec.structs.replace(model.config, value_kind=kind)

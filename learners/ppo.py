@@ -16,14 +16,7 @@ from torch import Tensor
 from turngate.learners.advantages import masked_whiten
 from turngate.learners.batch import TokenBatch
 from turngate.learners.credit import Credit, Keep, Scored
-from turngate.learners.critic import (
-    Critic,
-    CriticConfig,
-    ValueKind,
-    ValueReader,
-    ValueTargets,
-    after_actions,
-)
+from turngate.learners.critic import Critic, CriticConfig, ValueReader, ValueTargets, after_actions
 from turngate.learners.critic_replay import CriticReplay
 from turngate.learners.episode_credit import EpisodeCredit, GAEConfig, compute_episode_credit, observed_returns
 from turngate.learners.panels_credit import turn_gap_panel, valued_turns_panel
@@ -39,6 +32,7 @@ from turngate.learners.value_metrics import (
     value_metrics,
 )
 from turngate.learners.voting import critic_handling
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.model import Scores
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.files import write_atomically

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from turngate.learners.batch import length_sorted
-from turngate.learners.critic import ValueKind
 from turngate.learners.model_folder import beside
 from turngate.learners.optimizers import MuonAdamW, Schedule
 from turngate.learners.policy_model import ModelChoice, TrainableModel, mark_value_kind, model_source
@@ -30,6 +29,7 @@ from turngate.learners.turns import RewardsOf, recorded_rewards
 from turngate.learners.value_metrics import brier_score, explained_variance, success_auc
 from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows
 from turngate.runtime.branching import Branches
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError

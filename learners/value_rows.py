@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turngate.learners.batch import check_trajectory
-from turngate.learners.critic import ValueKind
 from turngate.learners.turns import RewardsOf, action_turns
 from turngate.runtime.branching import Branches, TurnBranches
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.errors import LearnerError, RecordError
 from turngate.runtime.types import Segment, Trajectory
 
 __all__ = ["FitRow", "Reader", "branches_by_trajectory", "episode_rows"]
-
 
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from turngate.runtime.engine.admission import Admission, Admitted
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.counters import Counters
 from turngate.runtime.engine.guidance import tilt_of
 from turngate.runtime.engine.incremental import Span
@@ -23,7 +24,7 @@ from turngate.runtime.engine.rows import CachedRows
 from turngate.runtime.engine.sampler import Drawn, SamplingRows, draw, raw_logprobs, top_logprobs
 from turngate.runtime.engine.sequence import LiveSequence, check_request
 from turngate.runtime.engine.tokenizer import Tokenizer
-from turngate.runtime.engine.values import ValueKind, Values
+from turngate.runtime.engine.values import Values
 from turngate.runtime.errors import ConfigError, PublishError
 
 __all__ = ["Batcher"]

@@ -1,4 +1,4 @@
-"""The two endpoints that generate: chat completions and text completions."""
+"""The endpoints that run the model: chat completions, text completions, and values of states."""
 
 import itertools
 import secrets

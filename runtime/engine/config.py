@@ -1,13 +1,16 @@
 """How an engine is run: one frozen value that also crosses into its process."""
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from turngate.runtime.engine.protocol import MAX_POLICY_VERSION
 from turngate.runtime.errors import ConfigError
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "ValueKind"]
+
+ValueKind: TypeAlias = Literal["success", "scalar"]
+"""`success`: a value head puts out the logit of a success probability; `scalar`: the value itself."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,9 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights the engine starts with."""
     critic: str | None = None
     """Folder of a model with a value head, to read values off; None reads them off the served model's own head."""
-    value_kind: Literal["success", "scalar"] | None = None
-    """What the head puts out: the logit of a success probability, or the value itself. None takes the word of the
-    model's config."""
+    value_kind: ValueKind | None = None
+    """What the head puts out; None takes the word of the model's config."""
     value_version: int = 0
     """Version of the critic the engine starts with."""
     max_running: int = 128

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from turngate.runtime.dialect import Dialect
-from turngate.runtime.engine.config import EngineConfig
+from turngate.runtime.engine.config import EngineConfig, ValueKind
 from turngate.runtime.engine.process import EngineProcess
 from turngate.runtime.engine.tokenizer import Tokenizer
 from turngate.runtime.errors import ConfigError, EndpointError
@@ -85,7 +85,7 @@ class Engine:
         on_update: Literal["recompute", "keep"] = "recompute",
         seed: int | None = None,
         critic: Path | str | None = None,
-        value_kind: Literal["success", "scalar"] | None = None,
+        value_kind: ValueKind | None = None,
         value_version: int = 0,
         start_timeout_s: float = 60.0,
     ) -> "Engine":

@@ -13,7 +13,7 @@ token by token with a key-value cache.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import safetensors.torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from turngate.runtime.canary import Canary, canary_metadata
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.packing import Packed, Queries, pack
 from turngate.runtime.engine.weight_file import fit_weights, max_file_bytes, read_weights
 from turngate.runtime.errors import ConfigError, PublishError
@@ -52,8 +53,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="format",
     """Short contexts need no slow rotations; 1000 spreads them over a few hundred tokens."""
     value_head: bool = False
     """A scalar read off every position, for learners with a critic."""
-    value_kind: Literal["success", "scalar"] = "success"
-    """What the value head puts out: the logit of a success probability, or the value itself."""
+    value_kind: ValueKind = "success"
+    """What the value head puts out."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "width", "layers", "heads", "head_dim", "mlp_width", "max_context")

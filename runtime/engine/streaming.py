@@ -139,14 +139,16 @@ class ChatStream:
             calls = parse_reply(report.token_ids, self._tokenizer, call_id_prefix=prefix).tool_calls
             delta = ChatDelta(tool_calls=tool_call_parts(calls, with_index=True))
             finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
-        chunk = self._chunk([ChatChoice(index=index, delta=delta, finish_reason=finish_reason)])
-        return msgspec.structs.replace(chunk, value_version=report.value_version) if self._ask.guidance else chunk
+        choice = ChatChoice(index=index, delta=delta, finish_reason=finish_reason)
+        return self._chunk([choice], value_version=report.value_version if self._ask.guidance else OMIT)
 
     def closing(self, finished: Sequence[Finished]) -> ChatReply | None:
         """Return the chunk with the usage, if it was asked for."""
         return self._chunk([], usage_of([self._prompt], finished, len(finished))) if self._has_usage else None
 
-    def _chunk(self, choices: list[ChatChoice], usage: Usage | None = None) -> ChatReply:
+    def _chunk(
+        self, choices: list[ChatChoice], usage: Usage | None = None, *, value_version: int | Omitted = OMIT
+    ) -> ChatReply:
         return ChatReply(
             id=self._envelope.id,
             object="chat.completion.chunk",
@@ -155,6 +157,7 @@ class ChatStream:
             choices=choices,
             usage=usage if self._has_usage else OMIT,
             policy_version=self._version,
+            value_version=value_version,
         )
 
 
@@ -218,14 +221,16 @@ class CompletionStream:
 
     def finished(self, index: int, report: Finished) -> CompletionReply:
         """Return the chunk that ends a choice."""
-        chunk = self._chunk([CompletionChoice(index=index, text="", finish_reason=report.finish_reason)])
-        return msgspec.structs.replace(chunk, value_version=report.value_version) if self._ask.guidance else chunk
+        choice = CompletionChoice(index=index, text="", finish_reason=report.finish_reason)
+        return self._chunk([choice], value_version=report.value_version if self._ask.guidance else OMIT)
 
     def closing(self, finished: Sequence[Finished]) -> CompletionReply | None:
         """Return the chunk with the usage, if it was asked for."""
         return self._chunk([], usage_of(self._prompts, finished, self._n)) if self._has_usage else None
 
-    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionReply:
+    def _chunk(
+        self, choices: list[CompletionChoice], usage: Usage | None = None, *, value_version: int | Omitted = OMIT
+    ) -> CompletionReply:
         return CompletionReply(
             id=self._envelope.id,
             object="text_completion",
@@ -234,4 +239,5 @@ class CompletionStream:
             choices=choices,
             usage=usage if self._has_usage else OMIT,
             policy_version=self._version,
+            value_version=value_version,
         )

@@ -5,23 +5,20 @@ same tokens as the policy's wherever values are wanted.
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.incremental import Span
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.rows import CachedRows
 from turngate.runtime.engine.sequence import LiveSequence
 from turngate.runtime.errors import ConfigError, PublishError
 
-__all__ = ["ValueKind", "Values"]
-
-ValueKind: TypeAlias = Literal["success", "scalar"]
-"""`success`: the head puts out the logit of a success probability; `scalar`: the value itself."""
+__all__ = ["Values"]
 
 
 class Values:
