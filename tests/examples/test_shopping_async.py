@@ -57,9 +57,10 @@ def test_the_script_warms_up_is_stopped_goes_on_measures_trains_and_reports(
     monkeypatch.setattr(script, "shopping_policy", tiny)
     run_dir, figures = tmp_path / "run", tmp_path / "figures.json"
 
-    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="stopped"):
+    with monkeypatch.context() as patched:
         patched.setattr(script, "improve", stopped)
-        script.main(arguments(run_dir))
+        with pytest.raises(SystemExit, match="stopped"):
+            script.main(arguments(run_dir))
     script.main(arguments(run_dir, json=str(figures), resume=True))
 
     said = capsys.readouterr().out
