@@ -29,5 +29,5 @@ def test_a_learner_hears_how_old_its_data_may_be() -> None:
 
 
 def test_a_learner_that_takes_another_sampling_for_granted_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"it expects temperature 0, the runtime samples at 1\.0"):
+    with pytest.raises(ConfigError, match=r"it expects temperature 0\.0, the runtime samples at 1\.0"):
         check_learner(Fussy(), Sampling(), 0)
