@@ -78,18 +78,7 @@ def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int, tilt: Til
 
     Raises: FloatingPointError: some logits are not finite.
     """
-    temperature_B = rows.temperature[first:last]
-    greedy_B = temperature_B == 0
-    scores_BV = logits_BV.double().cpu()
-    # The maximum goes first: dividing by a tiny temperature then makes zeros and -inf, never inf - inf.
-    scores_BV = scores_BV - scores_BV.amax(dim=1, keepdim=True)
-    if (temperature_B != 1).any():
-        scores_BV = scores_BV / torch.from_numpy(np.where(greedy_B, 1.0, temperature_B))[:, None]
-    top_k_B, top_p_B = rows.top_k[first:last], rows.top_p[first:last]
-    cut_B = ((top_k_B > 0) | (top_p_B < 1)) & ~greedy_B
-    if cut_B.any():
-        lines = np.flatnonzero(cut_B)
-        scores_BV[lines] = _truncate(scores_BV[lines], top_k_B[lines], top_p_B[lines])
+    scores_BV = _base_scores(logits_BV, rows, first, last)
     base_GV: Tensor | None = None
     if tilt is not None:
         base_GV = scores_BV[tilt.lines].log_softmax(dim=1)
@@ -104,6 +93,7 @@ def draw(logits_BV: Tensor, rows: SamplingRows, first: int, last: int, tilt: Til
     uniform_B = uniforms(rows.seed[first:last], rows.index[first:last])
     # The first token whose cumulated mass reaches the target: the target is positive, so its own mass is too.
     tokens_B1 = torch.searchsorted(mass_BV, torch.from_numpy(uniform_B)[:, None] * total_B1)
+    greedy_B = rows.temperature[first:last] == 0
     if greedy_B.any():
         # argmax of the scores, the lowest id among equals.
         lines = np.flatnonzero(greedy_B)
@@ -127,6 +117,23 @@ def top_logprobs(distribution_V: Tensor, count: int) -> tuple[tuple[int, float],
 def raw_logprobs(logits_TV: Tensor) -> Tensor:
     """Return the log-probs of the model itself, float64 on the CPU, shape (T, V)."""
     return torch.log_softmax(logits_TV.double().cpu(), dim=-1)
+
+
+def _base_scores(logits_BV: Tensor, rows: SamplingRows, first: int, last: int) -> Tensor:
+    """Return unnormalised log-probs after temperature and truncation, at most 0, float64 on the CPU."""
+    temperature_B = rows.temperature[first:last]
+    greedy_B = temperature_B == 0
+    scores_BV = logits_BV.double().cpu()
+    # The maximum goes first: dividing by a tiny temperature then makes zeros and -inf, never inf - inf.
+    scores_BV = scores_BV - scores_BV.amax(dim=1, keepdim=True)
+    if (temperature_B != 1).any():
+        scores_BV = scores_BV / torch.from_numpy(np.where(greedy_B, 1.0, temperature_B))[:, None]
+    top_k_B, top_p_B = rows.top_k[first:last], rows.top_p[first:last]
+    cut_B = ((top_k_B > 0) | (top_p_B < 1)) & ~greedy_B
+    if cut_B.any():
+        lines = np.flatnonzero(cut_B)
+        scores_BV[lines] = _truncate(scores_BV[lines], top_k_B[lines], top_p_B[lines])
+    return scores_BV
 
 
 def _truncate(scores_BV: Tensor, top_k_B: Int64s, top_p_B: Float64s) -> Tensor:

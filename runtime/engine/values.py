@@ -41,12 +41,12 @@ class Values:
         """
         self.rows = policy if critic is None else CachedRows(_checked(critic, policy), rows, max_cached_tokens)
         self.has_own_rows = critic is not None
-        self.is_available = self.rows.engine.model.value_head is not None
-        if self.is_available:
-            _check_overflow(self.rows.engine.model)
         self.version = version
         """Of the critic; a head on the policy's trunk has the policy's."""
         model = self.rows.engine.model
+        self.is_available = model.value_head is not None
+        if self.is_available:
+            _check_overflow(model)
         if kind is not None:
             model.config = msgspec.structs.replace(model.config, value_kind=kind)
         self._kind = model.config.value_kind
