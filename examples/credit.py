@@ -168,8 +168,11 @@ def main(args: argparse.Namespace) -> None:
     if not args.plot_only:
         todo = [(m, seed, models[seed], folder, args) for (m, seed), folder in folders.items() if (m, seed) not in done]
         needed = sorted({seed for _, seed, *_ in todo})
-        each(warm_up, [(seed, models[seed]) for seed in needed if not models[seed].exists()], args.jobs)
-        each(run, todo, args.jobs)
+        try:
+            each(warm_up, [(seed, models[seed]) for seed in needed if not models[seed].exists()], args.jobs)
+            each(run, todo, args.jobs)
+        except KeyboardInterrupt:
+            raise SystemExit("\nstopped; the same command goes on from here") from None
 
     results = load(folders.values(), args.updates)
     cut = equal_steps(result.curve for result in results)

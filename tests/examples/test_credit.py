@@ -106,6 +106,15 @@ def test_runs_are_compared_where_the_one_with_the_fewest_steps_ended(
     assert "| turn-GAE PPO | 1 | 0.750 | 0.750 | 0.750 | 0.500 | 0.500 | - | 100 | 7 |" in table
 
 
+def test_ctrl_c_says_how_to_go_on(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "warm_up", stopped)
+    with pytest.raises(SystemExit, match="^\nstopped; the same command goes on from here$"):
+        script.main(arguments(tmp_path))
+
+
 def test_results_of_another_length_are_not_mixed_in(script: ModuleType, tmp_path: Path) -> None:
     write_result(tmp_path, "trajectory", 1, [100, 100], [0.0, 1.0])
     with pytest.raises(SystemExit, match="is of --updates 2, not 1"):
