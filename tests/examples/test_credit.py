@@ -111,7 +111,7 @@ def test_ctrl_c_says_how_to_go_on(script: ModuleType, tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "warm_up", stopped)
-    with pytest.raises(SystemExit, match="^\nstopped; the same command goes on from here$"):
+    with pytest.raises(SystemExit, match=r"^\nstopped; the same command goes on from here$"):
         script.main(arguments(tmp_path))
 
 
