@@ -27,11 +27,10 @@ from turngate.learners.policy_model import ModelChoice, TrainableModel, mark_val
 from turngate.learners.threads import one_thread
 from turngate.learners.turns import RewardsOf, recorded_rewards
 from turngate.learners.value_metrics import brier_score, explained_variance, success_auc
-from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows
+from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows, read_rows, row_outputs
 from turngate.runtime.branching import Branches
 from turngate.runtime.engine.config import ValueKind
 from turngate.runtime.engine.model import PolicyModel
-from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError
 from turngate.runtime.seeds import derive_seed, require_seed
 from turngate.runtime.types import Trajectory
@@ -177,6 +176,7 @@ def _train(
     steps = config.epochs * math.ceil(len(train) / config.batch_trajectories)
     schedule = msgspec.structs.replace(config.schedule, total_updates=steps)
     generator = torch.Generator().manual_seed(config.seed)
+    held_rows = [row for own in held for row in own]
     losses: list[float] = []
     best: dict[str, Tensor] = {}
     step = 0
@@ -186,8 +186,7 @@ def _train(
             picked = [row for i in order[start : start + config.batch_trajectories] for row in train[i]]
             _step(critic, picked, optimizer, config, schedule.factor(step))
             step += 1
-        held_rows = [row for own in held for row in own]
-        outputs, targets = _read(critic, held_rows, config), _targets(held_rows)
+        outputs, targets = read_rows(critic, held_rows, config.microbatch_tokens), _targets(held_rows)
         weights = _weights(held_rows, config)
         losses.append(float((_loss(outputs, targets, config) * weights).sum() / weights.sum()))
         if not math.isfinite(losses[-1]):
@@ -240,7 +239,7 @@ def _step(
     total = 0.0
     for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
         picked = [rows[i] for i in indices]
-        losses = _loss(_outputs(critic, picked), _targets(picked), config)
+        losses = _loss(row_outputs(critic, picked), _targets(picked), config)
         loss = (losses * _weights(picked, config)).sum() / count
         torch.autograd.backward(loss)
         total += float(loss.detach())
@@ -248,13 +247,6 @@ def _step(
     if not (math.isfinite(total) and math.isfinite(norm)):
         raise LearnerError(f"loss and gradient must be finite: got {total} and norm {norm}; lower the learning rates")
     optimizer.step(factor)
-
-
-def _outputs(critic: TrainableModel, rows: Sequence[FitRow]) -> Tensor:
-    outputs = critic.values(pack([row.ids_T for row in rows], [row.mask_T for row in rows]))
-    if outputs is None:
-        raise LearnerError("the critic's model must have a value head: it has none")
-    return outputs
 
 
 def _targets(rows: Sequence[FitRow]) -> Tensor:
@@ -272,17 +264,6 @@ def _loss(outputs: Tensor, targets: Tensor, config: ValueFitConfig) -> Tensor:
     return functional.mse_loss(outputs, targets, reduction="none")
 
 
-@torch.no_grad()
-def _read(critic: TrainableModel, rows: Sequence[FitRow], config: ValueFitConfig) -> Tensor:
-    """Return what the head puts out at every place of all rows, in their order."""
-    outputs: list[Tensor] = [torch.empty(0)] * len(rows)
-    for indices in length_sorted([len(row.ids_T) for row in rows], config.microbatch_tokens):
-        found = _outputs(critic, [rows[i] for i in indices])
-        for i, part in zip(indices, found.split([len(rows[i].targets_P) for i in indices]), strict=True):
-            outputs[i] = part
-    return torch.cat(outputs)
-
-
 def _report(
     critic: TrainableModel,
     train: Sequence[Sequence[FitRow]],
@@ -292,7 +273,8 @@ def _report(
     config: ValueFitConfig,
 ) -> ValueFitReport:
     rows = [row for own in held for row in own]
-    outputs, returns = _read(critic, rows, config), torch.from_numpy(np.concatenate([row.returns_P for row in rows]))
+    outputs = read_rows(critic, rows, config.microbatch_tokens)
+    returns = torch.from_numpy(np.concatenate([row.returns_P for row in rows]))
     values = outputs.sigmoid() if config.kind == "success" else outputs
     is_end = torch.from_numpy(np.concatenate([row.is_end_P for row in rows]))
     turns = torch.from_numpy(np.concatenate([row.turns_P for row in rows]))[is_end]

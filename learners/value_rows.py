@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from turngate.learners.batch import check_trajectory
+from turngate.learners.batch import check_trajectory, length_sorted
+from turngate.learners.policy_model import TrainableModel
 from turngate.learners.turns import RewardsOf, action_turns
 from turngate.runtime.branching import Branches, TurnBranches
 from turngate.runtime.engine.config import ValueKind
+from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import LearnerError, RecordError
 from turngate.runtime.types import Segment, Trajectory
 
-__all__ = ["FitRow", "Reader", "branches_by_trajectory", "episode_rows"]
+__all__ = ["FitRow", "Reader", "branches_by_trajectory", "episode_rows", "read_rows", "row_outputs"]
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -78,6 +82,25 @@ def branches_by_trajectory(branches: Sequence[Branches], trajectories: Sequence[
             f"{shared[0]}; give rollouts a trajectory_id"
         )
     return found
+
+
+def row_outputs(critic: TrainableModel, rows: Sequence[FitRow]) -> Tensor:
+    """Return what the head puts out at every place of these rows, in one pass."""
+    outputs = critic.values(pack([row.ids_T for row in rows], [row.mask_T for row in rows]))
+    if outputs is None:
+        raise LearnerError("the critic's model must have a value head: it has none")
+    return outputs
+
+
+@torch.no_grad()
+def read_rows(critic: TrainableModel, rows: Sequence[FitRow], microbatch_tokens: int) -> Tensor:
+    """Return what the head puts out at every place of all rows, in their order, without a gradient."""
+    outputs: list[Tensor] = [torch.empty(0)] * len(rows)
+    for indices in length_sorted([len(row.ids_T) for row in rows], microbatch_tokens):
+        found = row_outputs(critic, [rows[i] for i in indices])
+        for i, part in zip(indices, found.split([len(rows[i].targets_P) for i in indices]), strict=True):
+            outputs[i] = part
+    return torch.cat(outputs)
 
 
 def _row(

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,120 +9,21 @@ import msgspec
 import pytest
 import torch
 
+from tests.learners.test_value_rows import branched, episode, rows_of, segment
 from tests.learners.tiny_transformers import make_folder
 from turngate.envs.base import End, Task
 from turngate.learners import policy_model, value_fit
 from turngate.learners.huggingface import HuggingFaceModel
 from turngate.learners.policy_model import model_source
-from turngate.learners.turns import recorded_rewards
 from turngate.learners.value_fit import ValueFitConfig, ValueFitProgress, fit_critic
-from turngate.learners.value_rows import FitRow, Reader, branches_by_trajectory, episode_rows
-from turngate.runtime.branching import Branches, TurnBranches
+from turngate.learners.value_rows import read_rows
 from turngate.runtime.engine.model import PolicyModel
 from turngate.runtime.engine.packing import pack
 from turngate.runtime.errors import ConfigError, LearnerError, RecordError
-from turngate.runtime.monte_carlo import estimate
-from turngate.runtime.types import RestartedFrom, Segment, Trajectory, Turn
+from turngate.runtime.types import Segment, Trajectory, Turn
 
 SCALAR = ValueFitConfig(kind="scalar")
 FAST = ValueFitConfig(epochs=6, batch_trajectories=8, muon_lr=0.02, adamw_lr=0.02)
-
-
-def segment(*parts: tuple[int | None, int]) -> Segment:
-    """Return a segment of (turn, number of tokens) parts; turn None is context."""
-    turns = [-1 if turn is None else turn for turn, count in parts for _ in range(count)]
-    mask = [int(turn >= 0) for turn in turns]
-    ids = list(range(2, 2 + len(turns)))
-    return Segment.of(ids, mask, [-0.5 * m for m in mask], [m - 1 for m in mask], turns)
-
-
-def episode(segments: Sequence[Segment], rewards: Sequence[float], **fields: Any) -> Trajectory:
-    """Return an episode whose turn t lies in the segment that holds its id."""
-    turns = []
-    for index, reward in enumerate(rewards):
-        number = next((n for n, s in enumerate(segments) if index in s.turn_values()), 0)
-        ids = list(segments[number].turn_values())
-        length = ids.count(index)
-        start = ids.index(index) if length else 0
-        paid = {"outcome": reward} if reward else {}
-        turns.append(Turn(index=index, segment=number, start=start, length=length, text="", rewards=paid))
-    settings = {"id": "t", "task": Task("task"), "end": End.success} | fields
-    return Trajectory(turns=tuple(turns), segments=tuple(segments), **settings)
-
-
-def rows_of(trajectory: Trajectory, *, kind: Any = "scalar", context: int = 128, **options: Any) -> list[FitRow]:
-    return episode_rows(trajectory, Reader(kind, context, 128), rewards=recorded_rewards, **options)
-
-
-def places(trajectory: Trajectory, number: int = 0, branches: Branches | None = None, context: int = 128) -> Any:
-    """Return (positions, targets, whether behind an action, turns) of one segment."""
-    rows = rows_of(trajectory, branches=branches, context=context)
-    row = next(row for row in rows if set(row.turns_P) <= set(trajectory.segments[number].turn_values()))
-    at = row.mask_T.nonzero()[0].tolist()
-    return at, row.targets_P.tolist(), row.is_end_P.tolist(), row.turns_P.tolist()
-
-
-# --- targets
-
-
-def test_every_sampled_token_and_the_place_behind_each_action_has_the_reward_to_go() -> None:
-    # context 0-1, action 2-3, answer 4, action 5-6: values stand before tokens 2, 3, behind 3, before 5, 6, behind 6.
-    found = places(episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.25, 1.0]))
-    at, targets, ends, turns = found
-    assert at == [2, 3, 4, 5, 6, 7]
-    assert targets == [1.25, 1.25, 1.25, 1.0, 1.0, 1.0]
-    assert ends == [False, False, True, False, False, True]
-    assert turns == [0, 0, 0, 1, 1, 1]
-
-
-def test_an_action_that_follows_at_once_takes_the_place_between() -> None:
-    at, targets, ends, _ = places(episode([segment((None, 1), (0, 1), (1, 1))], [0.25, 1.0]))
-    assert (at, targets, ends) == ([1, 2, 3], [1.25, 1.0, 1.0], [False, False, True])
-
-
-def test_each_segment_has_the_targets_of_its_own_turns() -> None:
-    made = episode([segment((None, 2), (0, 1)), segment((None, 3), (1, 2))], [0.5, 2.0])
-    assert places(made, 0)[1] == [2.5, 2.5]
-    assert places(made, 1)[1] == [2.0, 2.0, 2.0]
-    assert len(rows_of(episode([segment((None, 2), (0, 1)), segment((None, 4))], [0.5]))) == 1
-
-
-def test_a_restarted_episode_has_targets_for_its_own_turns_alone() -> None:
-    # What happened before the restart is context; the turn that something else chose has no tokens, and its pay is
-    # nobody's.
-    origin = RestartedFrom("root", 3, 0, "branch")
-    made = episode([segment((None, 5), (1, 2))], [0.5, 1.0], restarted_from=origin)
-    at, targets, *_ = places(made)
-    assert (at, targets) == ([5, 6, 7], [1.0, 1.0, 1.0])
-
-
-def test_what_does_not_fit_the_context_is_left_out() -> None:
-    made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.25, 1.0])
-    assert places(made, context=6)[0] == [2, 3, 4, 5]
-    assert rows_of(made, context=2) == []
-
-
-# --- targets from branches
-
-
-def branched(trajectory: Trajectory, q: dict[int, list[float]], v: dict[int, list[float]]) -> Branches:
-    def side(kind: Any, of: dict[int, list[float]]) -> dict[int, TurnBranches]:
-        return {t: TurnBranches(turn=t, estimand=kind, estimate=estimate(r), trajectories=()) for t, r in of.items()}
-
-    return Branches(trajectory=trajectory, q=side("Q", q), v=side("V", v))
-
-
-def test_means_over_continuations_take_the_place_of_the_one_return() -> None:
-    made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.0, 1.0])
-    found = branched(made, {0: [1.0, 0.0, 0.0, 0.0]}, {0: [1.0, 0.0], 1: [1.0, 1.0, 0.0, 1.0]})
-    at, targets, *_ = places(made, branches=found)
-    # V before each turn's first token; Q on the prefixes of the action and behind it; returns where nobody looked.
-    assert dict(zip(at, targets, strict=True)) == {2: 0.5, 3: 0.25, 4: 0.25, 5: 0.75, 6: 1.0, 7: 1.0}
-
-
-def test_a_turn_whose_continuations_all_failed_keeps_its_return() -> None:
-    made = episode([segment((None, 2), (0, 1))], [1.0])
-    assert places(made, branches=branched(made, {0: []}, {0: []}))[1] == [1.0, 1.0]
 
 
 def test_branches_are_found_by_id_and_counted_and_the_critic_is_judged_by_what_happened(
@@ -199,7 +99,7 @@ def test_a_critic_that_can_learn_does(folder: Path, tmp_path: Path) -> None:
     assert critic.value_head is not None
     assert (tmp_path / "critic" / "tokenizer.json").exists()  # it can be served
     rows = [row for t in episodes for row in rows_of(t)]
-    values = value_fit._read(critic, rows, FAST).sigmoid().reshape(-1, 2)
+    values = read_rows(critic, rows, FAST.microbatch_tokens).sigmoid().reshape(-1, 2)
     wins = torch.tensor([t.reward > 0 for t in episodes])
     assert float(values[wins, 1].min()) > 0.7 > 0.3 > float(values[~wins, 1].max())  # Q knows the action
     assert float((values[:, 0] - 0.5).abs().max()) < 0.35  # V before it does not
@@ -276,7 +176,7 @@ def test_the_best_epoch_is_kept(folder: Path, tmp_path: Path) -> None:
     critic = model_source(tmp_path / "critic").load(None, value_head=True)
     _, held = value_fit._split([rows_of(t) for t in episodes], config)
     flat = [row for own in held for row in own]
-    loss = value_fit._loss(value_fit._read(critic, flat, config), value_fit._targets(flat), config).mean()
+    loss = value_fit._loss(read_rows(critic, flat, config.microbatch_tokens), value_fit._targets(flat), config).mean()
     assert float(loss) == pytest.approx(best, abs=1e-5)
 
 
@@ -392,7 +292,7 @@ def test_a_model_of_transformers_can_be_the_critic(tmp_path: Path) -> None:
     assert report.auc is not None
     assert report.auc > 0.9
     again = HuggingFaceModel(tmp_path / "critic").load(tmp_path / "critic", value_head=True)
-    values = value_fit._read(again, [row for t in toy(8) for row in rows_of(t)], FAST)
+    values = read_rows(again, [row for t in toy(8) for row in rows_of(t)], FAST.microbatch_tokens)
     assert float(values.std()) > 0.1  # the head came along
 
 
@@ -420,12 +320,3 @@ def test_weights_say_what_is_learned_and_what_the_held_out_loss_is_of(folder: Pa
     assert actions.explained_variance is not None
     assert tokens.explained_variance is not None
     assert tokens.explained_variance < 0.5 < actions.explained_variance
-
-
-def test_branches_of_one_episode_add_up_and_a_turn_with_either_value_counts_once() -> None:
-    made = episode([segment((None, 2), (0, 2), (None, 1), (1, 2))], [0.0, 1.0])
-    only_v, only_q = branched(made, {}, {0: [0.25]}), branched(made, {1: [0.5]}, {})
-    both = branches_by_trajectory([only_v, only_q], [made])["t"]
-    (row,) = rows_of(made, branches=both)
-    assert row.branched == 2
-    assert row.targets_P.tolist() == [0.25, 1.0, 1.0, 0.5, 0.5, 0.5]
