@@ -190,10 +190,9 @@ class Batcher:
             self._join(sequence)
             if span is not None:
                 self._make_findable(sequence)
-        valued = [i for i, admitted in enumerate(wave) if admitted.sequence.wants_values]
         if followed := [(one.sequence, one.value_span) for one in wave if one.value_span is not None]:
             self._values.prefill(followed)
-        elif valued:
+        elif valued := [i for i, one in enumerate(wave) if one.sequence.wants_values]:
             self._values.remember([wave[i].sequence.row for i in valued], hidden[valued])
         for sequence, _, _ in wave:
             if sequence.request.value:
