@@ -1,6 +1,7 @@
 """Draws of the base; and beta 0, which is the base bit for bit, wherever chats are rendered and however one asks."""
 
 import itertools
+from typing import Any
 
 import msgspec
 import pytest
@@ -80,7 +81,7 @@ def test_an_episode_at_beta_zero_asks_and_records_what_the_base_does(mode):
 @pytest.mark.parametrize("mode", MODES)
 async def test_an_agent_at_beta_zero_asks_and_gets_what_the_base_says(mode):
     async def agent(session, task):
-        said = []
+        said: list[Any] = []
         chat = [{"role": "user", "content": "hi"}]
         for options in ({}, {"tools": TOOLS}, {"stream": True}, {"n": 2}):
             reply = await session.openai.chat.completions.create(model="m", messages=chat, seed=len(said), **options)

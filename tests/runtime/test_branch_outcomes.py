@@ -2,6 +2,7 @@
 
 import math
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_the_same_seed_branches_the_same_way_and_another_one_differently():
 
 
 def test_cancelled_at_every_moment_nothing_is_left():
-    state = {}
+    state: dict[str, Any] = {}
 
     async def play():
         state["made"] = made = []

@@ -1,6 +1,7 @@
 """Chats whose ids are kept: what was sampled stays, only what is new is rendered, every branch finds its own way."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -336,7 +337,7 @@ async def test_several_draws_from_one_chat_are_rendered_once_and_another_chat_an
 
     server = Server(*["yes"] * 8)
     conversation = TokenConversation(Counting(), server)
-    later = []
+    later: list[Any] = []
     for _ in range(3):
         first = await conversation.complete([SYSTEM, HI], SAMPLING, later=later)
     later[1]()
