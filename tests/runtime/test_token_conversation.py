@@ -331,15 +331,14 @@ async def test_several_draws_from_one_chat_are_rendered_once_and_another_chat_an
             rendered.append(len(messages))
             return super().render(messages, tools)
 
-        def extend(self, sampled, messages, tools=()):
-            rendered.append(-len(messages))
-            return super().extend(sampled, messages, tools)
+        def extend(self, completion_ids, new_messages, tools=()):
+            rendered.append(-len(new_messages))
+            return super().extend(completion_ids, new_messages, tools)
 
     server = Server(*["yes"] * 8)
     conversation = TokenConversation(Counting(), server)
     later: list[Any] = []
-    for _ in range(3):
-        first = await conversation.complete([SYSTEM, HI], SAMPLING, later=later)
+    first, *_ = [await conversation.complete([SYSTEM, HI], SAMPLING, later=later) for _ in range(3)]
     later[1]()
     for _ in range(2):
         await conversation.complete([SYSTEM, HI, said(first), MORE], SAMPLING)
