@@ -133,9 +133,12 @@ def test_an_interrupted_evaluation_leaves_a_file_that_the_next_one_goes_on_with(
     hold = tmp_path / "hold"
     hold.touch()
     held = [*asked, "--max-concurrent", "2", "--env-options", json.dumps({"hold": str(hold)})]
-    command = [sys.executable, "-c", "import sys; from turngate.runtime.cli import main; sys.exit(main(sys.argv[1:]))"]
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # children of a shell's & do not
+    program = f"{heeds}; import sys; from turngate.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
     out = tmp_path / "out.jsonl"
-    with subprocess.Popen([*command, "evaluate", *held], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "evaluate", *held], stderr=subprocess.PIPE, text=True
+    ) as process:
         while not (out.exists() and out.stat().st_size):
             assert process.poll() is None
             os.sched_yield()
