@@ -27,9 +27,8 @@ LIMITS = Limits(max_turns=16, turn_timeout_s=300)
 async def acts_alone(model: Path, args: argparse.Namespace) -> float:
     """Return the held-out success of a policy."""
     async with Engine.start(model) as engine:
-        return (
-            await Runtime(engine.endpoint, limits=LIMITS).evaluate(ShoppingEnv, held_out_tasks(args.tasks, seed=0))
-        ).success
+        runtime = Runtime(engine.endpoint, limits=LIMITS)
+        return (await runtime.evaluate(ShoppingEnv, held_out_tasks(args.tasks, seed=0))).success
 
 
 async def play(folder: Path, args: argparse.Namespace) -> tuple[Evaluation, Evaluation]:

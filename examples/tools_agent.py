@@ -102,6 +102,7 @@ async def main(args: argparse.Namespace) -> None:
     """Play, train if asked to and play again; print what happened."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model: Path | None = None
         if args.url:
             endpoint = await stack.enter_async_context(Endpoint(args.url, model=args.model, api_key=args.api_key))
         else:
@@ -114,8 +115,8 @@ async def main(args: argparse.Namespace) -> None:
         evaluation = await runtime.evaluate(env, tasks)
         print(render_transcript(evaluation.trajectories[0]))
         print(f"success {evaluation}")
-        if args.updates and not args.url:
-            await learn(runtime, env, folder / "model", folder / "run", args.updates)
+        if args.updates and model is not None:
+            await learn(runtime, env, model, folder / "run", args.updates)
             print(f"success after {args.updates} updates {await runtime.evaluate(env, tasks)}")
     print(f"tools { ({name: n for name, n in Warehouse.statistics().items() if n}) }")
 

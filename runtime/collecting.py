@@ -20,13 +20,12 @@ from turngate.runtime.episode_summary import EpisodeRow, EpisodeSummary, Prices,
 from turngate.runtime.errors import ConfigError, EndpointError, EnvError
 from turngate.runtime.runtime import Runtime
 from turngate.runtime.seeds import derive_seed
-from turngate.runtime.strays import strays_end_here
+from turngate.runtime.strays import played_apart
 from turngate.runtime.types import Trajectory
 from turngate.runtime.unwrap import single_errors
 
 __all__ = ["collect", "planned_ids"]
 
-_STRAY_CANCELLATION = "the episode must end by itself: it was cancelled by something that runs inside it"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -140,19 +139,15 @@ class _Collector:
                     await asyncio.sleep(0)  # let each send its request before the next: no burst on the event loop
 
     async def _play(self, planned: _Planned) -> Trajectory:
-        played = Trajectory(
-            id=planned.id, task=planned.task, seed=planned.seed, end=End.env_error, error=_STRAY_CANCELLATION
+        rollout = self._runtime.rollout(
+            self._env,
+            planned.task,
+            seed=planned.seed,
+            env_seed=planned.env_seed,
+            trajectory_id=planned.id,
+            group_id=planned.task.id,
         )
-        with strays_end_here():  # the others are to go on
-            played = await self._runtime.rollout(
-                self._env,
-                planned.task,
-                seed=planned.seed,
-                env_seed=planned.env_seed,
-                trajectory_id=planned.id,
-                group_id=planned.task.id,
-            )
-        return played
+        return await played_apart(rollout, trajectory_id=planned.id, task=planned.task, seed=planned.seed)
 
     def _keep(self, trajectory: Trajectory) -> None:
         self.count_tokens()

@@ -11,7 +11,7 @@ from typing import Literal
 import anyio
 import msgspec
 
-from turngate.envs.base import End, Task
+from turngate.envs.base import Task
 from turngate.runtime.agent import Agent, AgentOrEnv, check_agent_run, run_agent
 from turngate.runtime.context import Context, full
 from turngate.runtime.endpoint import ChatEndpoint
@@ -29,13 +29,11 @@ from turngate.runtime.seeds import derive_seed
 from turngate.runtime.session import Session
 from turngate.runtime.session_table import SessionTable
 from turngate.runtime.slots import Slots
-from turngate.runtime.strays import strays_end_here
+from turngate.runtime.strays import played_apart
 from turngate.runtime.types import Sampling, Trajectory
 from turngate.runtime.unwrap import single_errors
 
 __all__ = ["Runtime"]
-
-_STRAY_CANCELLATION = "the rollout must end by itself: it was cancelled by something that runs inside it"
 
 
 class Runtime:
@@ -200,20 +198,11 @@ class Runtime:
 
         async def run_one(index: int, task: Task, seed: int) -> None:
             async with self.slots.hold(priority=index):
-                # Stays when a cancellation that nobody here has asked for ends this rollout, and no other.
-                trajectories[index] = Trajectory(
-                    id=f"eval.{index}", task=task, seed=seed, end=End.env_error, error=_STRAY_CANCELLATION
+                name = f"eval.{index}"
+                rollout = self.rollout(
+                    env, task, seed=seed, trajectory_id=name, sampling=sampling, guidance=guidance, score=False
                 )
-                with strays_end_here():
-                    trajectories[index] = await self.rollout(
-                        env,
-                        task,
-                        seed=seed,
-                        trajectory_id=f"eval.{index}",
-                        sampling=sampling,
-                        guidance=guidance,
-                        score=False,
-                    )
+                trajectories[index] = await played_apart(rollout, trajectory_id=name, task=task, seed=seed)
 
         with single_errors():
             async with anyio.create_task_group() as tg:

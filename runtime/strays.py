@@ -5,12 +5,17 @@ In a task group such a task ends the whole group without a word, as if the group
 
 import asyncio
 import math
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
 
 import anyio
 
-__all__ = ["strays_end_here"]
+from turngate.envs.base import End, Task
+from turngate.runtime.types import Trajectory
+
+__all__ = ["played_apart", "strays_end_here"]
+
+_STRAY_CANCELLATION = "the episode must end by itself: it was cancelled by something that runs inside it"
 
 
 @contextmanager
@@ -27,3 +32,11 @@ def strays_end_here() -> Generator[None]:
         task = asyncio.current_task()
         while task is not None and task.cancelling():
             task.uncancel()
+
+
+async def played_apart(rollout: Awaitable[Trajectory], *, trajectory_id: str, task: Task, seed: int) -> Trajectory:
+    """Await a rollout in a task of an anyio group; one that a stray cancellation ended failed, and the others go on."""
+    played = Trajectory(id=trajectory_id, task=task, seed=seed, end=End.env_error, error=_STRAY_CANCELLATION)
+    with strays_end_here():
+        played = await rollout
+    return played
